@@ -1,0 +1,1 @@
+"""Decoder, its Hugging Face files, tokenizer, KV cache and packing."""

@@ -1,0 +1,69 @@
+"""Preallocated keys and values of the rows being decoded.
+
+Rows are slots `0 .. num_rows-1`; live rows are kept at the front, so that one view covers them.
+Rolling back rejected tokens costs nothing: a row's length is the caller's, and what lies beyond
+it is masked and later overwritten.
+
+Shape letters: L layers, S slots, P positions, G key/value heads, E head width, M entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Attention reads whole blocks of positions. With blocks of another width the vectorised softmax
+# sums a row's entries in another order, and logits depend on the neighbours' lengths.
+WIDTH_STEP = 64
+
+
+def round_up_width(length: int, step: int = WIDTH_STEP) -> int:
+    """The smallest multiple of `step` that holds `length` positions."""
+    return -(-length // step) * step
+
+
+class KVCache:
+    """Keys and values `[2, L, S, P, G, E]` with entry-wise copies across all layers at once."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_positions: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_positions = round_up_width(num_positions)
+        shape = (2, num_layers, num_slots, self.num_positions, num_kv_heads, head_dim)
+        # Masked entries are multiplied by zero, so they must be finite.
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self._entries = self.data.view(2 * num_layers, num_slots * self.num_positions, -1)
+
+    def layer(self, index: int, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Views `[B, G, W, E]` of one layer's keys and values of the first rows."""
+        both = self.data[:, index, :num_rows, :width].transpose(2, 3)
+        return both[0], both[1]
+
+    def flat_layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Views `[S * P, G, E]` to write into; entry `slot * P + position`."""
+        both = self.data[:, index].flatten(1, 2)
+        return both[0], both[1]
+
+    def copy_entries(self, source: Tensor, target: Tensor) -> None:
+        """Copy entries `source [M] -> target [M]` (flat indices) in all layers."""
+        self._entries.index_copy_(1, target, self._entries.index_select(1, source))
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+        self.data[:, :, target, :length] = self.data[:, :, source, :length]
+
+    def read_row(self, slot: int, length: int) -> Tensor:
+        """A copy `[2, L, length, G, E]` of a slot's first positions."""
+        return self.data[:, :, slot, :length].clone()
+
+    def write_row(self, slot: int, entries: Tensor) -> None:
+        """Store what `read_row` gave."""
+        self.data[:, :, slot, : entries.shape[2]] = entries

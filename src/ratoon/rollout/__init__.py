@@ -1,0 +1,1 @@
+"""Generating responses: the engine, and the adapters to other engines."""

@@ -1,0 +1,1 @@
+"""Ratoon's own rollout engine."""
