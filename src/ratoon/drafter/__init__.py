@@ -1,0 +1,1 @@
+"""The learned drafter and what trains it."""
