@@ -1,0 +1,250 @@
+"""Hugging Face model directories <-> `Decoder`.
+
+Reads and writes safetensors only, sharded or not; pickled weights are never opened. Directories
+appear whole or not at all. Peak memory is the model itself plus one stored tensor (loading) or
+one shard (saving).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ratoon.errors import CheckpointError
+from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.models.directories import whole_directory
+from ratoon.models.hf_config import FAMILIES, read_config, read_json, write_config
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CARRIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MAX_NAMED = 5
+
+
+def load_decoder(path: Path | str, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Read a Hugging Face model directory into a decoder on the CPU.
+
+    Args:
+        path: directory with `config.json` and `model.safetensors` or its sharded form.
+        dtype: of all parameters, whatever the files hold.
+
+    Raises:
+        CapabilityError: if the architecture is not supported.
+        CheckpointError: if a file or tensor is missing, damaged, unknown or has another shape;
+            the message names them.
+    """
+    directory = Path(path)
+    config = read_config(directory)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
+    state = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    _read_tensors(directory, stored_views(config, state), tied=config.tie_word_embeddings)
+    decoder.load_state_dict(state, strict=True, assign=True)
+    return decoder
+
+
+def save_decoder(
+    decoder: Decoder,
+    path: Path | str,
+    *,
+    source: Path | str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write a decoder as a Hugging Face model directory that transformers loads.
+
+    Args:
+        decoder: the model; its parameters may live on any device.
+        path: a path that does not exist yet (or an empty directory).
+        source: model directory whose tokenizer, generation config and unread settings of
+            `config.json` go along.
+        dtype: of the stored tensors; `None` keeps the decoder's.
+        max_shard_bytes: a file grows no larger, unless one tensor alone is.
+
+    Raises:
+        CheckpointError: if `path` holds something, or the disk is full.
+    """
+    directory, config = Path(path), decoder.config
+    state = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    stored = dtype or next(iter(state.values())).dtype
+    tensors = stored_views(config, state)
+    total = sum(tensor.numel() for tensor in tensors.values()) * stored.itemsize
+    with whole_directory(directory, needed_bytes=total) as part:
+        _write_shards(part, tensors, stored, max_shard_bytes)
+        _write_settings(part, config, stored, Path(source) if source is not None else None)
+    return directory
+
+
+def stored_views(config: DecoderConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's tensor names with the views of the decoder's parameters that they fill.
+
+    Args:
+        config: the decoder's.
+        state: tensors under the decoder's parameter names; the views share their memory.
+    """
+    views: dict[str, Tensor] = {}
+    for ours, theirs in FAMILIES[config.family].tensor_names(config).items():
+        if len(theirs) == 1:
+            parts: Sequence[Tensor] = (state[ours],)
+        elif ours.endswith("qkv_proj.weight"):
+            parts = state[ours].split(config.qkv_sizes)
+        else:
+            parts = state[ours].chunk(len(theirs))
+        views |= zip(theirs, parts, strict=True)
+    return views
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory, all of them present."""
+    if (directory / INDEX).exists():
+        listed = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise CheckpointError(f"{directory / INDEX}: has no weight_map from tensors to files.")
+        files = [directory / Path(name).name for name in sorted(set(listed.values()))]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise CheckpointError(f"{directory}: files of {INDEX} are missing: {_named(missing)}.")
+        return files
+    if (directory / WEIGHTS).exists():
+        return [directory / WEIGHTS]
+    pickles = sorted(file.name for file in directory.glob("*.bin"))
+    if pickles:
+        raise CheckpointError(
+            f"{directory}: holds pickled weights ({_named(pickles)}), which can run code and are "
+            "never opened. Convert them: load with transformers on a machine you trust and call "
+            "save_pretrained(path), which writes safetensors."
+        )
+    raise CheckpointError(f"{directory}: neither {WEIGHTS} nor {INDEX} is there.")
+
+
+def _read_tensors(directory: Path, targets: dict[str, Tensor], tied: bool) -> None:
+    """Fill the views `targets` from the files; each exactly once."""
+    unread, unknown, misshaped = dict(targets), [], []
+    head: Tensor | None = None
+    for file in _weight_files(directory):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue  # Old files store this constant of the configuration.
+                    if name == "lm_head.weight" and tied:
+                        head = stored.get_tensor(name)
+                    elif name not in unread:
+                        unknown.append(name)
+                    elif (found := tuple(stored.get_slice(name).get_shape())) != unread[name].shape:
+                        misshaped.append(f"{name} {list(found)} instead of {list(unread.pop(name).shape)}")
+                    else:
+                        unread.pop(name).copy_(_plain(stored.get_tensor(name), name, file))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: damaged or not a safetensors file ({error}).") from error
+    complaints = [
+        f"{problem}: {_named(found)}"
+        for problem, found in (
+            ("missing tensors", list(unread)),
+            ("unknown or repeated tensors", unknown),
+            ("tensors of another shape", misshaped),
+        )
+        if found
+    ]
+    if complaints:
+        raise CheckpointError(f"{directory}: does not fit its config.json; " + "; ".join(complaints))
+    if head is not None:
+        _check_tied(directory, head, targets)
+
+
+def _check_tied(directory: Path, head: Tensor, targets: dict[str, Tensor]) -> None:
+    """A stored head beside a tied embedding must repeat it."""
+    embedding = targets["model.embed_tokens.weight"]
+    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
+        raise CheckpointError(
+            f"{directory}: config.json ties lm_head.weight to the embedding, but the stored "
+            "lm_head.weight differs. Set tie_word_embeddings to false if the head is meant."
+        )
+
+
+def _plain(tensor: Tensor, name: str, file: Path) -> Tensor:
+    if tensor.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{file}: {name} is stored as {tensor.dtype}; quantised weights are not supported, "
+            "only float64, float32, float16 and bfloat16."
+        )
+    return tensor
+
+
+def _named(names: list[str]) -> str:
+    """At most `_MAX_NAMED` names, then how many more there are."""
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _write_shards(
+    part: Path, tensors: dict[str, Tensor], dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * dtype.itemsize
+        if shards[-1] and size + num_bytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += num_bytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
+        # Stored tensors must not share memory; converted copies live only as long as the shard.
+        copies = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in shard.items()}
+        try:
+            save_file(copies, part / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # safetensors hides the error number of a failed write.
+            raise CheckpointError(f"{file}: cannot be written ({error}); is the disk full?") from error
+        # safetensors makes private files; weights are as readable as the directory that they are in.
+        (part / file).chmod(part.stat().st_mode & 0o666)
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+        _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_settings(
+    part: Path, config: DecoderConfig, dtype: torch.dtype, source: Path | None
+) -> None:
+    settings = write_config(config, str(dtype).removeprefix("torch."))
+    if source is not None:
+        # Newer spellings in the source's file would overrule the ones written here.
+        replaced = {"rope_parameters", "dtype", "transformers_version"}
+        kept = read_json(source / "config.json")
+        settings = {key: kept[key] for key in kept if key not in replaced} | settings
+        for name in CARRIED_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, part / name)
+    _write_json(part / "config.json", settings)
+    if not (part / "generation_config.json").exists():
+        ids = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(part / "generation_config.json", ids)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
