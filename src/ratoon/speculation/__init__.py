@@ -1,0 +1,1 @@
+"""Speculative decoding that changes no token: draft trees, verification, strategies."""

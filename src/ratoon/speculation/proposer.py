@@ -1,0 +1,162 @@
+"""What a drafter must offer to take part in a draft tree, and how the noise reaches it.
+
+A drafter knows nothing of noise: it offers either logits (`LogitsDrafter`) or retrieved candidates
+with prior probabilities (`RetrievalDrafter`). The two adapters here couple what it offers to the
+target's noise and turn it into a `Proposer`, which is all that `build_tree` knows.
+
+Shape letters: B sequences, F frontier nodes, C children of a node, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ratoon.sampling import keyed_noise
+from ratoon.speculation import coupled
+
+
+class Source(IntEnum):
+    """Kinds of drafters that a tree can mix."""
+
+    LEARNED = 0
+    SUFFIX = 1
+
+
+class StepNoise:
+    """The target's noise for the positions that one draft step looks at.
+
+    `sequence_keys [B, 2]` are the responses' 128-bit keys; `t0 [B]` is the index, in the unpadded
+    sequence, of the token that the root's children propose. The verifier draws from the same noise.
+    """
+
+    def __init__(self, sequence_keys: Tensor, t0: Tensor, temperature: float) -> None:
+        self.sequence_keys = sequence_keys
+        self.t0 = t0
+        self.temperature = temperature
+        self._row_keys: dict[int, Tensor] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Number of sequences B."""
+        return self.t0.shape[0]
+
+    def exponential(self, depth: int, ids: Tensor) -> Tensor | None:
+        """Exponentials E of tokens `ids` (`[M]` or `[B, M]`) at position t0 + depth.
+
+        Depth 0 is the position of the root's children. Returns float32 `[B, M]`, or None at
+        temperature 0, where selection has no noise.
+        """
+        if self.temperature == 0:
+            return None
+        if depth not in self._row_keys:
+            self._row_keys[depth] = keyed_noise.row_keys(self.sequence_keys, self.t0 + depth)
+        return keyed_noise.exponential(self._row_keys[depth], ids).float()
+
+
+class Proposals(NamedTuple):
+    """Children that a drafter proposes for each node of a frontier.
+
+    Shapes: `tokens` int64 and `chances` float32, both `[B, F, C]`. A chance is the estimated
+    probability that the target picks this child, given that it reaches the node and given the
+    noise; 0 means no proposal.
+    """
+
+    tokens: Tensor
+    chances: Tensor
+
+
+class Proposer(Protocol):
+    """One drafter's view of one draft step over the live rows 0..B-1."""
+
+    def root(self, noise: StepNoise, num_children: int) -> Proposals:
+        """Children of the roots (F = 1). Starts a step; forgets the nodes of the last one."""
+        ...
+
+    def advance(
+        self, parents: Tensor, tokens: Tensor, noise: StepNoise, depth: int, num_children: int
+    ) -> Proposals:
+        """Children of the next frontier, whose nodes have depth `depth`.
+
+        Shapes: `tokens [B, F]` are the nodes' tokens, `parents [B, F]` index the frontier of the
+        call before. Nodes may have been proposed by others, and some only fill up a row.
+        """
+        ...
+
+
+class LogitsDrafter(Protocol):
+    """A drafter that scores its whole draft vocabulary, such as a learned head."""
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Target ids of the draft vocabulary, int64 `[Vd]`."""
+        ...
+
+    def root(self, num_rows: int) -> Tensor:
+        """Logits `[B, 1, Vd]` for the children of the roots of rows 0..B-1."""
+        ...
+
+    def advance(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Logits `[B, F, Vd]` for the children of the next frontier (see `Proposer.advance`)."""
+        ...
+
+
+class RetrievalDrafter(Protocol):
+    """A drafter that looks continuations up, such as a suffix index."""
+
+    def root(self, num_rows: int, num_children: int) -> tuple[Tensor, Tensor]:
+        """Candidate tokens and their prior probabilities (0 = none), both `[B, 1, C]`."""
+        ...
+
+    def advance(self, parents: Tensor, tokens: Tensor, num_children: int) -> tuple[Tensor, Tensor]:
+        """The same for the next frontier, both `[B, F, C]` (see `Proposer.advance`)."""
+        ...
+
+
+class CoupledProposer:
+    """Proposes what a `LogitsDrafter` holds likely under the target's noise."""
+
+    def __init__(self, drafter: LogitsDrafter) -> None:
+        self._drafter = drafter
+
+    def root(self, noise: StepNoise, num_children: int) -> Proposals:
+        """See `Proposer.root`."""
+        return self._couple(self._drafter.root(noise.num_rows), noise, 0, num_children)
+
+    def advance(
+        self, parents: Tensor, tokens: Tensor, noise: StepNoise, depth: int, num_children: int
+    ) -> Proposals:
+        """See `Proposer.advance`."""
+        logits = self._drafter.advance(parents, tokens)
+        return self._couple(logits, noise, depth, num_children)
+
+    def _couple(self, logits: Tensor, noise: StepNoise, depth: int, num_children: int) -> Proposals:
+        draft_ids = self._drafter.draft_ids
+        exponentials = noise.exponential(depth, draft_ids)
+        indices, chances = coupled.propose(logits, exponentials, noise.temperature, num_children)
+        return Proposals(draft_ids[indices], chances)
+
+
+class RetrievedProposer:
+    """Proposes what a `RetrievalDrafter` found, weighed by the target's noise."""
+
+    def __init__(self, drafter: RetrievalDrafter) -> None:
+        self._drafter = drafter
+
+    def root(self, noise: StepNoise, num_children: int) -> Proposals:
+        """See `Proposer.root`."""
+        return self._weigh(*self._drafter.root(noise.num_rows, num_children), noise, 0)
+
+    def advance(
+        self, parents: Tensor, tokens: Tensor, noise: StepNoise, depth: int, num_children: int
+    ) -> Proposals:
+        """See `Proposer.advance`."""
+        return self._weigh(*self._drafter.advance(parents, tokens, num_children), noise, depth)
+
+    def _weigh(self, tokens: Tensor, priors: Tensor, noise: StepNoise, depth: int) -> Proposals:
+        exponentials = noise.exponential(depth, tokens.flatten(1))
+        if exponentials is not None:
+            exponentials = exponentials.view_as(tokens)
+        return Proposals(tokens, coupled.retrieved_chances(priors, exponentials))

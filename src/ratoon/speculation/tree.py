@@ -1,0 +1,70 @@
+"""Draft trees: the tokens that one forward pass of the target will check.
+
+Shape letters: B sequences, N tree nodes (the root among them), K draft depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """One draft tree for each of B sequences.
+
+    Node 0 is the root: the last committed token, whose key and value are not computed yet. It is
+    always valid. A parent has a lower index than its children. Rows may draft fewer nodes than N
+    allows: their invalid nodes come last, hold token 0 under the root, and match nothing.
+
+    Shapes: `tokens`, `parents` (-1 at the root), `depths` (0 at the root) and `sources` int64
+    `[B, N]`; `chances [B, N]` float32 is the estimated chance that the target visits the node
+    (1 at the root, never above the parent's); `valid [B, N]` bool. Bit i of `sources` is set
+    where proposer i proposed the node.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    chances: Tensor
+    valid: Tensor
+    sources: Tensor
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node of all rows. One host-device sync."""
+        return int(self.depths.max())
+
+
+def root_only(root_tokens: Tensor) -> Tree:
+    """Trees that hold nothing but their roots `[B]`: walking them is plain decoding."""
+    shape = (root_tokens.shape[0], 1)
+    zeros = root_tokens.new_zeros(shape)
+    return Tree(
+        tokens=root_tokens[:, None],
+        parents=zeros - 1,
+        depths=zeros,
+        chances=torch.ones(shape, device=root_tokens.device),
+        valid=torch.ones(shape, dtype=torch.bool, device=root_tokens.device),
+        sources=zeros,
+    )
+
+
+def ancestor_mask(tree: Tree) -> Tensor:
+    """Which nodes a node may attend to: itself and its ancestors, bool `[B, N, N]`.
+
+    Entry `[b, i, j]` is true where j is i or an ancestor of i. Every row of the mask has a true
+    entry, invalid nodes included, so that a softmax over it is finite.
+    Cost: 2 small operations per level and one host-device sync.
+    """
+    num_rows, num_nodes = tree.tokens.shape
+    mask = torch.eye(num_nodes, dtype=torch.bool, device=tree.tokens.device)
+    mask = mask.repeat(num_rows, 1, 1)
+    parents = tree.parents.clamp_min(0)
+    ancestors = parents
+    for _ in range(tree.max_depth):
+        mask.scatter_(2, ancestors.unsqueeze(2), True)
+        ancestors = parents.gather(1, ancestors)
+    return mask
