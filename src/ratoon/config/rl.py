@@ -1,0 +1,175 @@
+"""Settings of `ratoon rl`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ratoon.config.base import Items, Name, PathText, Settings, forbid_without_effect, require
+from ratoon.config.data import Reward, RewardRuntime, RLData
+from ratoon.config.speculation import Drafter, Speculation, Spot
+from ratoon.config.training import Checkpoints, ModelSettings, RLOptimizer, Update, Workers
+
+
+class Sampling(Settings):
+    """How training responses are drawn: from the policy itself, at a temperature."""
+
+    temperature: float = Field(
+        1.0, ge=0, le=10, description="Divides the logits; 0 = most likely token."
+    )
+    max_tokens: int = Field(256, ge=1, description="Longest response. Tokens.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _policy_only(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            cut = sorted({"top_k", "top_p", "min_p", "repetition_penalty"} & set(values))
+            require(
+                not cut,
+                f"{', '.join(cut)} cannot be used: training must draw from the policy itself, "
+                "and a cut distribution is another one; remove it",
+            )
+        return values
+
+
+class Algorithm(Settings):
+    """The policy-gradient method."""
+
+    name: Literal["grpo", "dr_grpo"] = Field(
+        "grpo",
+        description="`grpo` divides advantages by the group's standard deviation and the loss by "
+        "the batch's tokens; `dr_grpo` divides neither, and the loss by a constant.",
+    )
+    prompts_per_step: int = Field(8, ge=1, description="Prompts of one step.")
+    group_size: int = Field(8, ge=2, description="Responses to each prompt.")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below 1 - this.")
+    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above 1 + this.")
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the divergence from the first policy; 0 = none."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="Estimator of that divergence (Schulman 2020)."
+    )
+    minibatches: int = Field(
+        1, ge=1, description="Optimizer steps that one step's responses are split over."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Algorithm:
+        require(
+            self.kl_coef > 0 or self.kl_estimator == "k3",
+            f"algorithm.kl_estimator = {self.kl_estimator!r} would have no effect because "
+            "algorithm.kl_coef is 0; remove it or raise kl_coef",
+        )
+        require(
+            self.minibatches <= self.prompts_per_step,
+            f"algorithm.minibatches = {self.minibatches} must be <= algorithm.prompts_per_step = "
+            f"{self.prompts_per_step}: a group is never split",
+        )
+        return self
+
+
+class Rollout(Settings):
+    """The engine that generates responses."""
+
+    max_batch: int = Field(32, ge=1, description="Live sequences per worker.")
+    max_length: int = Field(
+        1024, ge=8, description="Prompt and response together, at most. Tokens."
+    )
+    prefill_chunk: int = Field(
+        128, ge=1, description="Prompt tokens computed between two decode steps."
+    )
+    numerics: Literal["invariant", "tolerant"] = Field(
+        "invariant",
+        description="`invariant`: the same bits for any batch, proven at start, else a loud fall "
+        "back to `tolerant`, which counts the tokens that rounding flips.",
+    )
+
+
+class Evaluation(Settings):
+    """Held-out evaluation before, during and after, always with the same noise."""
+
+    every: int | None = Field(
+        None, ge=1, description="Also after this many steps. Steps; null = before and after only."
+    )
+    prompts: int = Field(64, ge=1, description="Held-out prompts, from the first on.")
+    samples: int = Field(1, ge=1, description="Responses to each.")
+
+
+class RLConfig(Settings):
+    """Reinforcement learning of a policy on prompts with rewards."""
+
+    serves: ClassVar[Mapping[str, tuple[str, ...]]] = {"speculation": ("drafter", "spot")}
+
+    name: Name = Field(description="Name of the run, and of its folder.")
+    output_dir: PathText = Field(Path("runs"), description="The run's folder is made in here.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of all sampling and ordering.")
+    steps: int = Field(100, ge=1, description="RL steps.")
+    model: ModelSettings = Field(description="The policy.")
+    data: RLData = Field(description="Prompts.")
+    rewards: Items[Reward] = Field(
+        min_length=1, description="Their weighted sum is the reward of a response."
+    )
+    reward_runtime: RewardRuntime = Field(RewardRuntime(), description="How they are computed.")
+    sampling: Sampling = Field(Sampling(), description="How responses are drawn.")
+    algorithm: Algorithm = Field(Algorithm(), description="The policy-gradient method.")
+    optimizer: RLOptimizer = Field(RLOptimizer(), description="The policy's optimizer.")
+    update: Update = Field(Update(), description="How the training batch is cut.")
+    rollout: Rollout = Field(Rollout(), description="The engine that generates responses.")
+    speculation: Speculation = Field(Speculation(), description="Guessing ahead.")
+    drafter: Drafter = Field(Drafter(), description="The learned drafter.")
+    spot: Spot = Field(Spot(), description="Training the drafter in idle time.")
+    workers: Workers = Field(Workers(), description="Processes.")
+    evaluation: Evaluation = Field(Evaluation(), description="Held-out evaluation.")
+    checkpoint: Checkpoints = Field(Checkpoints(), description="States to resume from.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_to_train(cls, values: Any) -> Any:
+        """Without a learned drafter there is nothing to train: `spot` is off unless asked for."""
+        if not isinstance(values, Mapping) or "spot" in values:
+            return values
+        speculation = values.get("speculation", {})
+        if isinstance(speculation, Mapping):
+            off = speculation.get("enabled") is False
+            if off or "learned" not in speculation.get("drafters", ["learned"]):
+                return {**values, "spot": {"enabled": False}}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> RLConfig:
+        require(
+            self.sampling.temperature > 0,
+            "sampling.temperature = 0 makes all responses of a group equal "
+            f"(algorithm.group_size = {self.algorithm.group_size}); it must be > 0",
+        )
+        require(
+            self.sampling.max_tokens < self.rollout.max_length,
+            f"sampling.max_tokens = {self.sampling.max_tokens} must be smaller than "
+            f"rollout.max_length = {self.rollout.max_length}, which also holds the prompt",
+        )
+        require(
+            self.rollout.max_length <= self.update.micro_batch_tokens,
+            f"rollout.max_length = {self.rollout.max_length} must be <= "
+            f"update.micro_batch_tokens = {self.update.micro_batch_tokens}, or the longest "
+            "response fits into no pass",
+        )
+        if not self.speculation.uses_learned:
+            why = "speculation does not use the learned drafter"
+            forbid_without_effect("drafter", self.drafter, why)
+            require(
+                not self.spot.enabled,
+                f"spot.enabled = true would have no effect because {why}; set it to false",
+            )
+        if self.data.eval is None:
+            forbid_without_effect("evaluation", self.evaluation, "data.eval is null")
+        if any(reward.kind == "reasoning_gym" for reward in self.rewards):
+            require(
+                self.data.train.kind == "reasoning_gym",
+                "a reward of kind reasoning_gym needs data.train.kind = reasoning_gym, but it is "
+                f"{self.data.train.kind}",
+            )
+        return self

@@ -1,0 +1,105 @@
+"""Settings of `ratoon sft`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ratoon.config.base import ExistingFile, Name, PathText, Settings, require
+from ratoon.config.data import ArithmeticRange, check_template
+from ratoon.config.training import Checkpoints, ModelSettings, SFTOptimizer, Update, Workers
+
+
+class ExampleColumns(Settings):
+    """Which field of a row holds what."""
+
+    prompt: str = Field("prompt", description="Field that holds the user's message.")
+    completion: str = Field("completion", description="Field that holds the answer to learn.")
+
+
+class JsonlExamples(Settings):
+    """Examples from a file with one JSON object a line."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: ExistingFile = Field(description="The file.")
+    columns: ExampleColumns = Field(ExampleColumns(), description="Names of the fields to read.")
+    limit: int | None = Field(None, ge=1, description="Use the first rows only. Rows; null = all.")
+
+
+class ArithmeticExamples(ArithmeticRange):
+    """Generated sums with worked solutions."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+
+
+Examples = Annotated[JsonlExamples | ArithmeticExamples, Field(discriminator="kind")]
+
+
+class SFTData(Settings):
+    """Examples to learn from, examples held out, and how both are shown to the model."""
+
+    train: Examples = Field(description="Examples to learn from.")
+    eval: Examples | None = Field(None, description="Held-out examples; null = none.")
+    system_prompt: str | None = Field(
+        None, description="System message put before each prompt; null = none."
+    )
+    chat_template: bool = Field(
+        True, description="Wrap prompts in the model's chat template; false = plain text."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> SFTData:
+        check_template(self.system_prompt, self.chat_template)
+        require(self.eval != self.train, "data.eval is the same as data.train; hold data out")
+        return self
+
+
+class SFTUpdate(Update):
+    """Size of a step, and how it is cut."""
+
+    batch_tokens: int = Field(
+        8192, ge=64, description="Packed tokens, prompts included, of one optimizer step."
+    )
+
+
+class SFTConfig(Settings):
+    """Supervised fine-tuning on completions: prompts are read, completions are learned."""
+
+    name: Name = Field(description="Name of the run, and of its folder.")
+    output_dir: PathText = Field(Path("runs"), description="The run's folder is made in here.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the order of examples.")
+    model: ModelSettings = Field(description="The model to train.")
+    data: SFTData = Field(description="Examples.")
+    epochs: int | None = Field(None, ge=1, description="Passes over the examples.")
+    steps: int | None = Field(None, ge=1, description="Optimizer steps, instead of `epochs`.")
+    max_length: int = Field(
+        1024, ge=8, description="Longest example; a longer one is an error. Tokens."
+    )
+    optimizer: SFTOptimizer = Field(SFTOptimizer(), description="The optimizer.")
+    update: SFTUpdate = Field(SFTUpdate(), description="Size of a step.")
+    workers: Workers = Field(Workers(), description="Processes.")
+    evaluate_every: int | None = Field(
+        None,
+        ge=1,
+        description="Held-out loss after this many steps. Steps; null = before and after only.",
+    )
+    checkpoint: Checkpoints = Field(Checkpoints(every=100), description="States to resume from.")
+
+    @model_validator(mode="after")
+    def _check(self) -> SFTConfig:
+        require(
+            (self.epochs is None) != (self.steps is None),
+            f"give either epochs or steps, but epochs = {self.epochs} and steps = {self.steps}",
+        )
+        require(
+            self.evaluate_every is None or self.data.eval is not None,
+            "evaluate_every would have no effect because data.eval is null; remove it",
+        )
+        require(
+            self.max_length <= self.update.micro_batch_tokens,
+            f"max_length = {self.max_length} must be <= update.micro_batch_tokens = "
+            f"{self.update.micro_batch_tokens}, or the longest example fits into no pass",
+        )
+        return self

@@ -1,0 +1,103 @@
+"""Speculative decoding, the drafter behind it, and its training in idle time."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ratoon.config.base import DrafterDirectory, Items, Settings, forbid_without_effect, require
+
+
+class Speculation(Settings):
+    """When and how far to guess ahead. Changes speed only: the tokens stay the same."""
+
+    enabled: bool = Field(True, description="Guess ahead at all.")
+    drafters: Items[Literal["suffix", "learned"]] = Field(
+        ("suffix", "learned"),
+        min_length=1,
+        description="Who proposes: `suffix` repeats earlier text, `learned` is an EAGLE-3 model. "
+        "Both together fill one tree.",
+    )
+    depth: int = Field(4, ge=1, le=16, description="Tokens guessed ahead at most.")
+    branching: int = Field(4, ge=1, le=16, description="Candidates for each token.")
+    beam: int = Field(4, ge=1, le=16, description="Candidates followed up per level.")
+    budget: int = Field(
+        12, ge=2, le=64, description="Tree nodes verified per sequence and step, root included."
+    )
+    max_live_batch: int = Field(
+        8, ge=1, description="Guess ahead while at most this many sequences are live."
+    )
+    hysteresis: int = Field(
+        2,
+        ge=0,
+        description="Once guessing, go on until the live batch exceeds the limit by this many.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Speculation:
+        require(
+            len(set(self.drafters)) == len(self.drafters),
+            f"speculation.drafters = {list(self.drafters)} names one twice",
+        )
+        if not self.enabled:
+            forbid_without_effect("speculation", self, "speculation.enabled is false", "enabled")
+        require(
+            self.budget > self.depth,
+            f"speculation.budget = {self.budget} must exceed speculation.depth = {self.depth}: "
+            "the root and one node for each level are the smallest tree that deep",
+        )
+        return self
+
+    @property
+    def uses_learned(self) -> bool:
+        """Whether the learned drafter proposes in this run."""
+        return self.enabled and "learned" in self.drafters
+
+
+class Drafter(Settings):
+    """The learned drafter and how it is trained. Ignored by the policy's gradient."""
+
+    path: DrafterDirectory | None = Field(
+        None, description="A trained drafter to start from; null = start afresh."
+    )
+    draft_vocab_size: int = Field(
+        8192, ge=16, description="Tokens that the drafter can propose, the most frequent."
+    )
+    window: int = Field(
+        512, ge=16, description="The drafter sees this much of the context. Tokens."
+    )
+    unroll: int = Field(
+        2, ge=1, le=8, description="Training follows the drafter's own output so many steps."
+    )
+    lr: float = Field(3e-4, gt=0, lt=1, description="Learning rate of its AdamW.")
+    batch_tokens: int = Field(1024, ge=64, description="Tokens in one optimizer step.")
+    loss: Literal["kl", "tv", "hybrid"] = Field(
+        "hybrid",
+        description="`kl` imitates the policy, `tv` maximises acceptance, `hybrid` moves from the "
+        "first to the second as acceptance grows.",
+    )
+
+
+class Spot(Settings):
+    """Training of the drafter by workers that wait for the last long responses."""
+
+    enabled: bool = Field(True, description="Train the drafter in idle time.")
+    publish_every_steps: int = Field(
+        8, ge=1, description="Send new weights to those still decoding. Drafter optimizer steps."
+    )
+    deterministic_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Train exactly this many drafter steps after each rollout instead of while "
+        "idle, so that a run repeats bit for bit. Optimizer steps; null = use idle time.",
+    )
+    buffer_tokens: int = Field(
+        65536, ge=1024, description="Features kept for training, long responses first. Tokens."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Spot:
+        if not self.enabled:
+            forbid_without_effect("spot", self, "spot.enabled is false", "enabled")
+        return self

@@ -1,0 +1,81 @@
+"""The policy's model, its optimizer, and how a batch is cut into pieces that fit."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ratoon.config.base import ModelDirectory, Pair, Settings, require
+
+
+class ModelSettings(Settings):
+    """The model to train."""
+
+    path: ModelDirectory = Field(description="Directory in Hugging Face format.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16",
+        description="Number format of computation; the trainer's master weights are float32.",
+    )
+
+
+class Optimizer(Settings):
+    """AdamW with float32 master weights."""
+
+    lr: float = Field(ge=0, lt=1, description="Peak learning rate.")
+    betas: Pair[float] = Field(
+        (0.9, 0.99), description="Decay of the two moment averages, each in [0, 1)."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+    warmup_steps: int = Field(0, ge=0, description="Linear warm-up. Optimizer steps.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after warm-up; linear and cosine end at 0."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Optimizer:
+        require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"betas = {list(self.betas)} must lie in [0, 1)",
+        )
+        return self
+
+
+class RLOptimizer(Optimizer):
+    """AdamW for reinforcement learning."""
+
+    lr: float = Field(1e-6, ge=0, lt=1, description="Peak learning rate.")
+
+
+class SFTOptimizer(Optimizer):
+    """AdamW for supervised fine-tuning."""
+
+    lr: float = Field(2e-5, ge=0, lt=1, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="Learning rate after warm-up; linear and cosine end at 0."
+    )
+
+
+class Update(Settings):
+    """How the training batch is cut; changes memory and speed, never the gradient."""
+
+    micro_batch_tokens: int = Field(
+        4096, ge=64, description="Packed tokens in one forward and backward pass."
+    )
+
+
+class Workers(Settings):
+    """Worker processes of this machine; each rolls out, trains the drafter, and updates."""
+
+    count: int | None = Field(
+        None, ge=1, le=256, description="Processes; null = one per usable core."
+    )
+    threads: int = Field(1, ge=1, description="Computing threads of each.")
+
+
+class Checkpoints(Settings):
+    """Complete states to resume from, written whole or not at all."""
+
+    every: int = Field(10, ge=1, description="Write one after this many steps.")
+    keep: int = Field(2, ge=1, description="Keep the last ones and delete older. Checkpoints.")
