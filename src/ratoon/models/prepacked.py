@@ -15,6 +15,9 @@ from torch import Tensor
 # number of rows; hints of 16 and more pick one that does not from 64 rows on.
 ROW_HINT = 1
 
+# Beyond this many rows the kernel blocks, and so sums, in another way; more rows go in pieces.
+MAX_ROWS = 128
+
 
 def prepacking_available() -> bool:
     """Whether this build of torch has the operators and this CPU the bf16 kernels."""
@@ -49,6 +52,12 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply the rows of `x`."""
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
-        return F.linear(x, self._weight)
+        if not self._packed:
+            return F.linear(x, self._weight)
+        if x.shape[0] <= MAX_ROWS:
+            return self._multiply(x)
+        return torch.cat([self._multiply(piece) for piece in x.split(MAX_ROWS)])
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        return product

@@ -36,6 +36,7 @@ class InferenceModel:
         self.config = decoder.config
         self.taps = tuple(taps)
         self.dtype = dtype
+        self.num_positions = num_positions
         self.embedding = decoder.embed_tokens.weight.detach().to(dtype, copy=True)
         device = self.embedding.device
 
@@ -57,6 +58,19 @@ class InferenceModel:
         self._head = pack(decoder.head_weight)
         self._rope = rope_table(self.config, num_positions, dtype).to(device)
 
+    def linears(self) -> list[tuple[str, PackedLinear, int]]:
+        """One layer's matrices and the head: name, layer and input width of each shape in use."""
+        config = self.config
+        _, qkv, out, _, gate_up, down = self._layers[0]
+        width = config.hidden_size
+        return [
+            ("qkv_proj", qkv, width),
+            ("o_proj", out, config.qkv_sizes[0]),
+            ("gate_up_proj", gate_up, width),
+            ("down_proj", down, config.intermediate_size),
+            ("head", self._head, width),
+        ]
+
     def make_cache(self, num_slots: int, num_positions: int) -> KVCache:
         """A KV cache of this model's shape."""
         config = self.config
@@ -71,13 +85,19 @@ class InferenceModel:
         )
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, entries: Tensor, mask: Tensor, cache: KVCache
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        entries: Tensor,
+        mask: Tensor,
+        cache: KVCache,
+        first_slot: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """States of the new tokens; their keys and values are written to the cache.
 
         Shapes: `tokens [B, N]`, `positions [B, N]`, `entries [R]` flat cache entries to write,
         `mask [B, 1, N * H/G, W]` additive (query heads of a group are folded into the query axis,
-        N outermost); the B rows are the cache's slots 0 to B-1. Returns final-norm states
+        N outermost); the B rows are the cache's slots from `first_slot` on. Returns final-norm states
         `[R, D]` and features `[R, num_taps * D]`.
         Host-device syncs: none.
         """
@@ -103,7 +123,8 @@ class InferenceModel:
             keys, values = cache.flat_layer(index)
             keys.index_copy_(0, entries, key)
             values.index_copy_(0, entries, value)
-            attended = _attend(query, *cache.layer(index, num_rows, mask.shape[-1]), mask, group)
+            context = cache.layer(index, first_slot, num_rows, mask.shape[-1])
+            attended = _attend(query, *context, mask, group)
             x = x + out(attended.reshape(num_rows * num_new, -1))
             gate, up = gate_up(F.rms_norm(x, width, post_norm, eps)).chunk(2, dim=-1)
             x = x + down(F.silu(gate).mul_(up))

@@ -1,0 +1,323 @@
+"""The native rollout engine: continuous batching with coupled speculation.
+
+Each step does one thing: it prefills a chunk of a prompt, or it decodes all live rows, plainly or
+with a draft tree per row, as the strategy rule says for the live batch. Switching needs nothing
+but the next step: the target's keys and values are the same either way, and the drafter extends
+over the features kept in its window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ratoon.errors import CapabilityError, ConfigError
+from ratoon.models.decoder import Decoder
+from ratoon.models.kv_cache import round_up_width
+from ratoon.records import Completion, Request
+from ratoon.rollout.native.drafting import Drafting
+from ratoon.rollout.native.forward import InferenceModel, attention_mask
+from ratoon.rollout.native.prompts import PromptQueue
+from ratoon.rollout.native.rows import Rows
+from ratoon.sampling.keyed_noise import sequence_key
+from ratoon.sampling.select import Selector
+from ratoon.speculation.strategy import PLAIN, Strategy
+from ratoon.speculation.tree import Tree, ancestor_mask
+from ratoon.speculation.verify import walk
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished response and, when collected, the states of its tokens but the last.
+
+    Shapes: `features [T, num_taps * D]`, `hidden [T, D]`, for the prompt and response together.
+    """
+
+    completion: Completion
+    features: Tensor | None
+    hidden: Tensor | None
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the last `take_stats`. Times are not measured here."""
+
+    plain_steps: int = 0
+    speculative_steps: int = 0
+    prefill_steps: int = 0
+    rows_decoded: int = 0
+    rows_speculated: int = 0
+    tokens: int = 0
+    tokens_speculated: int = 0
+    nodes_drafted: int = 0
+    live_batch: list[int] = field(default_factory=list)
+
+
+class RolloutEngine:
+    """Generates responses for requests; `step` until `has_work` is false.
+
+    `strategy_rule(num_live)` names the strategy of the next decode step. Any rule, and any
+    drafter, gives the same tokens.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_rows: int,
+        max_length: int,
+        dtype: torch.dtype,
+        vocab_limit: int,
+        drafting: Drafting | None = None,
+        strategy_rule: Callable[[int], Strategy] = lambda num_live: PLAIN,
+        collect: bool = False,
+        prefill_chunk: int = 128,
+        taps: Sequence[int] = (),
+    ) -> None:
+        if max_length > decoder.config.max_positions:
+            raise CapabilityError(
+                f"max_length is {max_length}, but the model has {decoder.config.max_positions} "
+                "positions; lower rollout.max_length"
+            )
+        self._drafting = drafting
+        self._rule = strategy_rule
+        self._collect = collect or (drafting is not None and drafting.needs_features)
+        self._taps = tuple(taps) if self._collect else ()
+        self._dtype = dtype
+        self._max_rows = max_rows
+        self._max_length = max_length
+        self._num_positions = max_length + (drafting.max_nodes if drafting else 1)
+        self._vocab_limit = vocab_limit
+        self._prefill_chunk = prefill_chunk
+        self._requests: list[Request] = []
+        self._prefilling = False
+        self.policy_version = 0
+        self._stats = EngineStats()
+        self._build(decoder)
+
+    def _build(self, decoder: Decoder) -> None:
+        self.model = InferenceModel(
+            decoder, num_positions=self._num_positions, dtype=self._dtype, taps=self._taps
+        )
+        config = decoder.config
+        cache = self.model.make_cache(self._max_rows, self._num_positions)
+        self.rows = Rows(
+            cache,
+            num_slots=self._max_rows,
+            feature_width=len(self._taps) * config.hidden_size,
+            hidden_width=config.hidden_size if self._collect else 0,
+            dtype=self._dtype,
+        )
+        self._queue = PromptQueue(self.model, self.rows, self._prefill_chunk)
+        device = cache.data.device
+        self._selector = Selector(config.vocab_size, self._vocab_limit, device)
+        self._eos = torch.empty(self._max_rows, 0, dtype=torch.int64, device=device)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is live or waiting."""
+        return bool(self.rows.num_live or len(self._queue))
+
+    @property
+    def num_live(self) -> int:
+        """Rows being decoded."""
+        return self.rows.num_live
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._queue)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises `ConfigError` when it cannot fit."""
+        total = len(request.prompt_ids) + request.max_tokens
+        if not request.prompt_ids or request.max_tokens < 1 or total > self._max_length:
+            raise ConfigError(
+                f"a request of {len(request.prompt_ids)} prompt tokens and max_tokens "
+                f"{request.max_tokens} does not fit rollout.max_length {self._max_length}; prompts "
+                "need at least one token, responses at least one, and both together must fit"
+            )
+        self._queue.push(request)
+
+    def update_policy(self, decoder: Decoder, version: int) -> None:
+        """Serve other weights. Raises `RuntimeError` while requests are live."""
+        if self.has_work:
+            raise RuntimeError("update_policy while requests are live or waiting")
+        self.model = InferenceModel(
+            decoder, num_positions=self._num_positions, dtype=self._dtype, taps=self._taps
+        )
+        self._queue.use_model(self.model)
+        self.policy_version = version
+
+    def use_rule(self, rule: Callable[[int], Strategy]) -> None:
+        """Choose strategies by another rule from the next step on."""
+        self._rule = rule
+
+    def take_stats(self) -> EngineStats:
+        """The counts since the last call."""
+        stats, self._stats = self._stats, EngineStats()
+        return stats
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Do one unit of work; returns the responses that it finished."""
+        if self._prefilling or (len(self._queue) and self.rows.num_live < self._max_rows):
+            self._admit()
+            return []
+        if not self.rows.num_live:
+            return []
+        return self._decode()
+
+    def _admit(self) -> None:
+        slot = self.rows.num_live
+        request = self._queue.advance(slot)
+        self._stats.prefill_steps += 1
+        self._prefilling = request is None
+        if request is None:
+            return
+        rows = self.rows
+        length = len(request.prompt_ids)
+        device = rows.lengths.device
+        rows.tokens[slot, :length] = torch.tensor(request.prompt_ids, device=device)
+        rows.lengths[slot] = length - 1
+        rows.last_positions[slot] = length + request.max_tokens - 1
+        rows.sequence_keys[slot] = torch.tensor(sequence_key(request.key), device=device)
+        self._set_eos(slot, request.eos_ids)
+        self._requests.append(request)
+        rows.num_live += 1
+        if self._drafting is not None:
+            self._drafting.begin(slot, request)
+
+    def _set_eos(self, slot: int, eos_ids: tuple[int, ...]) -> None:
+        missing = len(eos_ids) - self._eos.shape[1]
+        if missing > 0:
+            self._eos = torch.nn.functional.pad(self._eos, (0, missing), value=-1)
+        self._eos[slot] = -1
+        self._eos[slot, : len(eos_ids)] = torch.tensor(eos_ids, device=self._eos.device)
+
+    def _decode(self) -> list[Finished]:
+        rows = self.rows
+        num_live = rows.num_live
+        strategy = self._rule(num_live)
+        tree = self._draft(strategy)
+        hidden, features = self._forward(tree)
+        logits = self.model.logits(hidden).view(num_live, tree.tokens.shape[1], -1)
+        verified = walk(
+            tree,
+            logits,
+            rows.sequence_keys[:num_live],
+            rows.lengths[:num_live] + 1,
+            self._selector,
+            self._requests[0].params,
+        )
+        counts = self._clip(verified.tokens, verified.counts)
+        states = features.new_empty(*tree.tokens.shape, 0)
+        if self._collect:
+            states = torch.cat([features, hidden], dim=-1).view(*tree.tokens.shape, -1)
+        rows.commit(verified.path, verified.tokens, verified.logprobs, counts, states)
+        if self._drafting is not None:
+            self._drafting.committed(tree, verified, counts, strategy)
+        self._count(strategy, tree, counts)
+        return self._finish(verified.tokens, counts)
+
+    def _draft(self, strategy: Strategy) -> Tree:
+        roots = self._roots()
+        if strategy == PLAIN or self._drafting is None:
+            return Tree.of_roots(roots)
+        return self._drafting.draft(strategy, roots, self.rows, self._requests[0].params)
+
+    def _roots(self) -> Tensor:
+        rows = self.rows
+        lengths = rows.lengths[: rows.num_live, None]
+        return rows.tokens[: rows.num_live].gather(1, lengths)[:, 0]
+
+    def _forward(self, tree: Tree) -> tuple[Tensor, Tensor]:
+        rows = self.rows
+        num_live, num_nodes = tree.tokens.shape
+        lengths = rows.lengths[:num_live]
+        width = round_up_width(int(lengths.max()) + num_nodes)
+        group = self.model.config.num_heads // self.model.config.num_kv_heads
+        mask = attention_mask(lengths, ancestor_mask(tree), width, group)
+        return self.model.forward(
+            tree.tokens,
+            lengths[:, None] + tree.depths,
+            rows.entries(num_live, num_nodes).reshape(-1),
+            mask,
+            rows.cache,
+        )
+
+    def _clip(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Commit nothing after an end-of-sequence id or beyond the row's last position."""
+        num_live, depth = tokens.shape
+        ends = (tokens[:, :, None] == self._eos[:num_live, None]).any(-1)
+        levels = torch.arange(depth, device=tokens.device)
+        first_end = torch.where(ends, levels, depth).amin(1)
+        room = self.rows.last_positions[:num_live] - self.rows.lengths[:num_live]
+        return torch.minimum(torch.minimum(counts, first_end + 1), room)
+
+    def _count(self, strategy: Strategy, tree: Tree, counts: Tensor) -> None:
+        stats = self._stats
+        num_live = len(counts)
+        committed = int(counts.sum())
+        stats.tokens += committed
+        stats.rows_decoded += num_live
+        stats.live_batch.append(num_live)
+        if strategy == PLAIN:
+            stats.plain_steps += 1
+            return
+        stats.speculative_steps += 1
+        stats.rows_speculated += num_live
+        stats.tokens_speculated += committed
+        stats.nodes_drafted += int(tree.valid.sum()) - num_live
+
+    def _finish(self, tokens: Tensor, counts: Tensor) -> list[Finished]:
+        rows = self.rows
+        num_live = len(counts)
+        last = tokens.gather(1, counts[:, None] - 1)
+        stopped = (last == self._eos[:num_live]).any(1)
+        full = rows.lengths[:num_live] >= rows.last_positions[:num_live]
+        done = (stopped | full).tolist()
+        finished = [
+            self._completion(slot, "stop" if stopped[slot] else "length")
+            for slot in range(num_live)
+            if done[slot]
+        ]
+        for slot in reversed(range(num_live)):
+            if done[slot]:
+                self._release(slot)
+        return finished
+
+    def _completion(self, slot: int, finish: str) -> Finished:
+        rows = self.rows
+        request = self._requests[slot]
+        start, end = len(request.prompt_ids), int(rows.lengths[slot]) + 1
+        completion = Completion(
+            key=request.key,
+            prompt_ids=request.prompt_ids,
+            token_ids=tuple(rows.tokens[slot, start:end].tolist()),
+            logprobs=tuple(rows.logprobs[slot, start:end].tolist()),
+            finish="stop" if finish == "stop" else "length",
+            policy_version=self.policy_version,
+        )
+        if not self._collect:
+            return Finished(completion, None, None)
+        return Finished(
+            completion,
+            rows.features[slot, : end - 1].clone(),
+            rows.hidden[slot, : end - 1].clone(),
+        )
+
+    def _release(self, slot: int) -> None:
+        rows = self.rows
+        rows.num_live -= 1
+        last = rows.num_live
+        if self._drafting is not None:
+            self._drafting.release(slot, last)
+        if slot != last:
+            rows.move(last, slot)
+            self._eos[slot] = self._eos[last]
+            self._requests[slot] = self._requests[last]
+        self._requests.pop()

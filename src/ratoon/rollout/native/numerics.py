@@ -1,0 +1,106 @@
+"""Do logits keep their bits whatever else is in the batch? Proved on the machine at hand.
+
+Speculation changes how many rows a forward pass has. With kernels that sum in the same order for
+every number of rows, speculative and plain decoding give the same bits and so the same tokens;
+elsewhere near-ties may flip, and the engine says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ratoon.models.kv_cache import KVCache, round_up_width
+from ratoon.rollout.native.forward import InferenceModel, attention_mask
+
+ROW_COUNTS = (2, 3, 8, 16, 17, 33, 64, 127, 128, 129, 256)
+BATCHES = ((3, 1), (3, 5), (16, 8), (2, 70))
+NUM_COMPARED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class InvarianceReport:
+    """What the start-up check found. `failures` names the cases whose bits differed."""
+
+    cases: int
+    failures: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all cases kept their bits."""
+        return not self.failures
+
+
+@torch.inference_mode()
+def check_invariance(model: InferenceModel) -> InvarianceReport:
+    """Compare each weight shape over row counts, and whole forwards over batches and widths.
+
+    Cost: about a second for a model of 135M parameters; rows and tokens are random.
+    """
+    cases, failures = 0, []
+    for name, same in (*_check_linears(model), *_check_batches(model)):
+        cases += 1
+        if not same:
+            failures.append(name)
+    return InvarianceReport(cases, tuple(failures))
+
+
+def _check_linears(model: InferenceModel) -> Iterator[tuple[str, bool]]:
+    generator = torch.Generator().manual_seed(0)
+    for name, linear, width in model.linears():
+        x = torch.randn(max(ROW_COUNTS), width, generator=generator)
+        x = x.to(model.dtype).to(model.embedding.device)
+        alone = torch.cat([linear(row) for row in x[:33].split(1)])
+        for count in ROW_COUNTS:
+            rows = torch.roll(x[:count], count // 2, 0)
+            back = torch.roll(linear(rows), -(count // 2), 0)
+            shown = min(count, 33)
+            yield f"{name} with {count} rows", torch.equal(back[:shown], alone[:shown])
+
+
+def _check_batches(model: InferenceModel) -> Iterator[tuple[str, bool]]:
+    """The last row of a ragged batch against the same tokens decoded one by one, alone."""
+    generator = torch.Generator().manual_seed(1)
+    num_slots = max(rows for rows, _ in BATCHES)
+    longest = max(new for _, new in BATCHES)
+    context = min(180, model.num_positions // 2 - longest)
+    if context < 1:
+        return
+    vocabulary = model.config.vocab_size
+    tokens = torch.randint(vocabulary, (num_slots, context + longest), generator=generator)
+    tokens = tokens.to(model.embedding.device)
+    alone = model.make_cache(1, context + longest)
+    decode(model, alone, tokens[:1, :context], [0])
+    expected = torch.cat(
+        [
+            decode(model, alone, tokens[:1, i : i + 1], [i])[0]
+            for i in range(context, context + NUM_COMPARED)
+        ]
+    )
+    for num_rows, num_new in BATCHES:
+        cache = model.make_cache(num_rows, 2 * context + longest)
+        lengths = [(37 * row) % (2 * context - 1) + 1 for row in range(num_rows - 1)] + [context]
+        cache.data[:, :, num_rows - 1, :context] = alone.data[:, :, 0, :context]
+        new = tokens[:num_rows, :num_new].clone()
+        new[-1] = tokens[0, context : context + num_new]
+        logits = decode(model, cache, new, lengths)[-1, :NUM_COMPARED]
+        name = f"a batch of {num_rows} rows with {num_new} new tokens each"
+        yield name, torch.equal(logits, expected[:num_new])
+
+
+def decode(model: InferenceModel, cache: KVCache, tokens: Tensor, lengths: list[int]) -> Tensor:
+    """Logits `[B, N, V]` of a chain of new tokens `[B, N]` behind `lengths` cached ones."""
+    num_rows, num_new = tokens.shape
+    device = tokens.device
+    starts = torch.tensor(lengths, device=device)
+    ancestors = torch.ones(num_new, num_new, dtype=torch.bool, device=device).tril()
+    group = model.config.num_heads // model.config.num_kv_heads
+    width = round_up_width(max(lengths) + num_new)
+    mask = attention_mask(starts, ancestors.expand(num_rows, -1, -1), width, group)
+    positions = starts[:, None] + torch.arange(num_new, device=device)
+    slots = torch.arange(num_rows, device=device)[:, None] * cache.num_positions
+    hidden, _ = model.forward(tokens, positions, (slots + positions).reshape(-1), mask, cache)
+    return model.logits(hidden).view(num_rows, num_new, -1)
