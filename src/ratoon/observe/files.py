@@ -1,0 +1,59 @@
+"""Small files that are never half written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ratoon.errors import DataError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text`, whole or not at all, also when the machine stops midway."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """JSON without NaN or infinities.
+
+    Raises:
+        ValueError: the value holds one.
+    """
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Write one JSON value a line, atomically."""
+    write_atomically(path, "".join(to_json(row) + "\n" for row in rows))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Read one JSON object a line; an unfinished last line, left by a crash, is left out.
+
+    Raises:
+        DataError: any other line is not a JSON object.
+    """
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise DataError(f"{path}, line {number}: not JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise DataError(f"{path}, line {number}: must be an object, but is {line[:60]!r}")
+        yield value

@@ -1,0 +1,80 @@
+"""Every metric, named once, with its unit and meaning. A name that is not here is an error."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a number in `metrics.jsonl` is. Example: `Metric("s", "Time of the whole step")`."""
+
+    unit: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("", "Mean reward of the step's training responses"),
+    "reward/std": Metric("", "Standard deviation of the reward over the step's responses"),
+    "reward/part/*": Metric("", "Mean of one reward of the weighted sum, before its weight"),
+    "reward/errors": Metric("responses", "Rewards that raised, hung, or gave NaN or None"),
+    "reward/constant_groups_frac": Metric("", "Share of groups whose rewards are all equal"),
+    "eval/reward": Metric("", "Mean reward on the held-out prompts, same noise each time"),
+    "eval/reward_stderr": Metric("", "Standard error of `eval/reward` over prompts"),
+    "eval/tokens_mean": Metric("tokens", "Mean length of held-out responses"),
+    "response/tokens_mean": Metric("tokens", "Mean length of the step's responses"),
+    "response/tokens_max": Metric("tokens", "Length of the step's longest response"),
+    "response/cut_frac": Metric("", "Share of responses that ended at the length limit"),
+    "response/count": Metric("responses", "Responses of the step"),
+    "policy/loss": Metric("", "Policy-gradient loss, with the KL term if there is one"),
+    "policy/kl": Metric("nats/token", "Estimated divergence from the first policy"),
+    "policy/entropy": Metric("nats/token", "Entropy of the policy over its own responses"),
+    "policy/grad_norm": Metric("", "Gradient norm before clipping"),
+    "policy/clip_frac": Metric("", "Share of tokens whose ratio was clipped"),
+    "policy/ratio_max": Metric("", "Largest ratio of new to old probability"),
+    "policy/lr": Metric("", "Learning rate of the step"),
+    "policy/engine_logprob_diff_max": Metric(
+        "nats", "Largest difference of engine and trainer log-probabilities; 0 = equal bits"
+    ),
+    "sft/loss": Metric("nats/token", "Mean loss on completions"),
+    "sft/eval_loss": Metric("nats/token", "Mean loss on held-out completions"),
+    "sft/tokens": Metric("tokens", "Tokens of the step, prompts included"),
+    "sft/tokens_per_s": Metric("tokens/s", "Training speed, all workers together"),
+    "rollout/tokens": Metric("tokens", "Response tokens generated in the step"),
+    "rollout/tokens_per_s": Metric("tokens/s", "Generation speed, all workers together"),
+    "rollout/decode_steps": Metric("steps", "Forward passes of the policy while decoding"),
+    "rollout/flips": Metric("tokens", "Tokens that rounding changed, in tolerant numerics"),
+    "speculation/acceptance_length": Metric(
+        "tokens", "Tokens per sequence and verification, the extra token included"
+    ),
+    "speculation/share": Metric("", "Share of decode steps that guessed ahead"),
+    "speculation/drafted": Metric("tokens", "Draft tokens verified"),
+    "speculation/accepted": Metric("tokens", "Draft tokens that matched"),
+    "drafter/loss": Metric("", "Loss of the drafter in this step's spot training"),
+    "drafter/tokens": Metric("tokens", "Tokens the drafter was trained on in this step"),
+    "drafter/optimizer_steps": Metric("steps", "Drafter optimizer steps in this step"),
+    "drafter/versions": Metric("versions", "Drafter versions sent to decoding workers"),
+    "time/step_s": Metric("s", "Time of the whole step"),
+    "time/rollout_s": Metric("s", "Time from the first to the last generated token"),
+    "time/reward_s": Metric("s", "Time spent waiting for rewards after the last token"),
+    "time/update_s": Metric("s", "Time of the policy update"),
+    "time/weights_s": Metric("s", "Time to hand new weights to the engines"),
+    "time/evaluation_s": Metric("s", "Time of the held-out evaluation"),
+    "time/spot_stop_ms": Metric("ms", "From the last response to the end of spot training"),
+    "idle/frac": Metric("", "Share of worker time in the rollout with nothing to decode"),
+    "idle/filled_frac": Metric("", "Share of that time spent training the drafter"),
+}
+
+
+def metric(name: str) -> Metric:
+    """Look a metric up.
+
+    Raises:
+        ValueError: the name is not registered.
+    """
+    found = METRICS.get(name) or METRICS.get(f"{name.rpartition('/')[0]}/*")
+    if found is None:
+        near = difflib.get_close_matches(name, METRICS, n=3)
+        raise ValueError(f"metric `{name}` is not registered; near: {', '.join(near) or 'none'}")
+    return found

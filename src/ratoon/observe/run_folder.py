@@ -1,0 +1,176 @@
+"""The folder of one run: made once, never overwritten, resumed only by its own configuration."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ratoon.errors import CapabilityError, ConfigError
+from ratoon.observe.files import to_json, write_atomically
+
+DEFAULT_FREE_BYTES = 500_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run. Example: `RunFolder(Path("runs/demo"))`."""
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        config_yaml: str,
+        provenance: dict[str, Any],
+        free_bytes: int = DEFAULT_FREE_BYTES,
+    ) -> RunFolder:
+        """Make the folder and write the resolved configuration and the provenance into it.
+
+        Raises:
+            ConfigError: the folder exists and is not empty, or cannot be made.
+            CapabilityError: the disk has less than `free_bytes` left.
+        """
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(
+                f"`name` / `output_dir`: {path} holds another run and nothing is overwritten; "
+                "give another `name`, remove the folder, or go on with that run by --resume"
+            )
+        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            check_space(path, free_bytes)
+            folder.completions.mkdir()
+            folder.checkpoints.mkdir()
+            write_atomically(folder.config, config_yaml)
+            write_atomically(folder.provenance, to_json(provenance, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"`output_dir`: {path} cannot be made ({error.strerror}); name a folder that "
+                "can be written to"
+            ) from None
+        return folder
+
+    @classmethod
+    def resume(cls, path: Path, *, config_yaml: str) -> RunFolder:
+        """Open the folder of an earlier run to go on with it, perhaps for more `steps`.
+
+        Raises:
+            ConfigError: there is no run, or it was made with another configuration.
+        """
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise ConfigError(
+                f"`name` / `output_dir`: {path} holds no run to resume; leave --resume out"
+            )
+        changed = _changed_keys(folder.config.read_text(encoding="utf-8"), config_yaml)
+        if changed:
+            raise ConfigError(
+                f"{'; '.join(changed)} in {folder.config}; a run is resumed with the settings it "
+                "began with, only `steps` may grow"
+            )
+        write_atomically(folder.config, config_yaml)
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.resolved.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        """Command, code, versions, machine, seed."""
+        return self.path / "provenance.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One record a line; the truth about the run."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """Spans per worker in Chrome's trace format."""
+        return self.path / "timeline.json"
+
+    @property
+    def summary(self) -> Path:
+        """The figures that the run is judged by."""
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """The self-contained page."""
+        return self.path / "report.html"
+
+    @property
+    def completions(self) -> Path:
+        """Folder of stored responses."""
+        return self.path / "completions"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of states to resume from."""
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The trained model in Hugging Face format."""
+        return self.path / "model"
+
+    @property
+    def drafter(self) -> Path:
+        """The trained drafter, a by-product."""
+        return self.path / "drafter"
+
+    def drop_completions_after(self, step: int) -> None:
+        """Remove responses of later steps: the run resumes there."""
+        for file in self.completions.glob("*_*.jsonl"):
+            if int(file.stem.rpartition("_")[2]) > step:
+                file.unlink()
+
+
+def check_space(path: Path, needed_bytes: int) -> None:
+    """Make sure that the disk of `path` has room.
+
+    Raises:
+        CapabilityError: fewer than `needed_bytes` are free.
+    """
+    free = shutil.disk_usage(path).free
+    if free < needed_bytes:
+        raise CapabilityError(
+            f"the disk of {path} has {free / 1e9:.2f} GB free, but the run needs about "
+            f"{needed_bytes / 1e9:.2f} GB; free some space or give another `output_dir`"
+        )
+
+
+def first_free(path: Path) -> Path:
+    """`path` itself, or the first of `path-2`, `path-3`, ... that holds nothing."""
+    candidate, number = path, 1
+    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _changed_keys(before: str, after: str) -> list[str]:
+    """Name the settings that differ between two resolved configurations, but for `steps`."""
+    old, new = (dict(_flat("", yaml.safe_load(text))) for text in (before, after))
+    return [
+        f"`{key}` is {new.get(key)!r} but was {old.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key != "steps"
+    ]
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _flat(f"{key}.{name}" if key else name, item)
+    else:
+        yield key, value

@@ -1,0 +1,52 @@
+"""Where metrics go. `metrics.jsonl` is the truth: one line a record, flushed at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from ratoon.errors import NumericsError
+from ratoon.observe.files import read_lines, to_json, write_lines
+from ratoon.observe.metrics import metric
+
+Values = Mapping[str, float | None]
+
+
+class MetricsFile:
+    """Appends to `metrics.jsonl`. Several records of one step complement each other.
+
+    Example of a line: `{"step": 3, "time_s": 41.2, "reward/mean": 0.25, "policy/kl": null}`;
+    null means not measured in this step, `time_s` is seconds since the run began.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, time_s: float, values: Values) -> None:
+        """Append one record and flush it.
+
+        Raises:
+            ValueError: a metric is not registered.
+            NumericsError: a value is NaN or infinite.
+        """
+        for name, value in values.items():
+            metric(name)
+            if value is not None and not math.isfinite(value):
+                raise NumericsError(
+                    f"metric `{name}` is {value} at step {step}; it must be finite, or None "
+                    "where nothing was measured"
+                )
+        self._file.write(to_json({"step": step, "time_s": round(time_s, 3), **values}) + "\n")
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop all records later than `step`, and a torn last line: the run resumes there."""
+        self._file.close()
+        write_lines(self.path, [row for row in read_lines(self.path) if row["step"] <= step])
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratoon.clock import ManualClock
+from ratoon.errors import CapabilityError, ConfigError, DataError, NumericsError
+from ratoon.observe.completions import completions_path, stored, write_completions
+from ratoon.observe.files import read_lines, write_atomically
+from ratoon.observe.observer import Observer
+from ratoon.observe.provenance import provenance
+from ratoon.observe.run_folder import RunFolder, check_space, first_free
+from ratoon.observe.sinks import MetricsFile
+from ratoon.observe.summary import SUMMARY, write_summary
+from ratoon.observe.timeline import Timeline
+from ratoon.records import Completion, DrawKey, Prompt, Stream
+
+
+def make_folder(path: Path) -> RunFolder:
+    return RunFolder.create(path, config_yaml="seed: 1\nsteps: 2\n", provenance={}, free_bytes=0)
+
+
+def test_metrics_are_on_disk_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write(1, 2.5, {"reward/mean": 0.25, "policy/kl": None, "reward/part/format": 1.0})
+    assert list(read_lines(metrics.path)) == [
+        {"step": 1, "time_s": 2.5, "reward/mean": 0.25, "policy/kl": None, "reward/part/format": 1}
+    ]
+
+
+def test_an_unregistered_metric_or_a_nan_is_an_error(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="`reward/maen` is not registered; near: reward/mean"):
+        metrics.write(1, 0.0, {"reward/maen": 1.0})
+    with pytest.raises(NumericsError, match="`policy/loss` is nan at step 4"):
+        metrics.write(4, 0.0, {"policy/loss": float("nan")})
+    assert metrics.path.read_text() == ""
+
+
+def test_resuming_drops_later_records_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for step in range(4):
+        metrics.write(step, step, {"reward/mean": 0.0})
+    with path.open("a") as file:
+        file.write('{"step": 4, "tim')
+    metrics.truncate_after(2)
+    metrics.write(3, 9.0, {"reward/mean": 1.0})
+    assert [(row["step"], row["time_s"]) for row in read_lines(path)] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 9),
+    ]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_not_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(DataError, match="line 1"):
+        list(read_lines(path))
+
+
+def test_the_timeline_is_valid_json_after_every_save_and_goes_on_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    clock = ManualClock(100.0)
+    timeline = Timeline(tmp_path / "timeline.json", clock)
+    assert json.loads(timeline.path.read_text()) == []
+    timeline.span("worker 0", "rollout", 100.0, 101.5, step=1)
+    timeline.save()
+    timeline.span("worker 0", "idle", 101.5, 102.0, step=1)
+    timeline.span("worker 1", "update", 102.0, 103.0, step=2)
+    timeline.save()
+    timeline.save()
+
+    later = Timeline(timeline.path, ManualClock(5000.0))
+    later.span("worker 1", "rollout", 5000.0, 5001.0, step=2)
+    later.save()
+    events = json.loads(timeline.path.read_text())
+    spans = [(e["name"], e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X"]
+    assert spans == [
+        ("rollout", 0, 1_500_000, 1),
+        ("idle", 1_500_000, 500_000, 1),
+        ("update", 2_000_000, 1_000_000, 2),
+        ("rollout", 3_000_000, 1_000_000, 2),
+    ]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["worker 0", "worker 1"]
+
+    later.truncate_after(1)
+    later.span("worker 1", "idle", 5001.0, 5002.0, step=2)
+    later.save()
+    events = json.loads(timeline.path.read_text())
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["rollout", "idle", "idle"]
+
+
+def test_a_timeline_cut_short_by_a_crash_is_continued(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json", ManualClock())
+    timeline.span("worker 0", "rollout", 0.0, 1.0, step=1)
+    timeline.span("worker 0", "idle", 1.0, 2.0, step=1)
+    timeline.save()
+    timeline.path.write_bytes(timeline.path.read_bytes()[:-20])
+    later = Timeline(timeline.path, ManualClock(7.0))
+    later.span("worker 0", "update", 7.0, 8.0, step=2)
+    later.save()
+    spans = [e for e in json.loads(timeline.path.read_text()) if e["ph"] == "X"]
+    assert [(e["name"], e["ts"]) for e in spans] == [("rollout", 0), ("update", 1_000_000)]
+
+
+def test_a_span_of_unknown_kind_or_negative_length_is_an_error(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json", ManualClock())
+    with pytest.raises(ValueError, match="sleeping"):
+        timeline.span("worker 0", "sleeping", 0.0, 1.0, step=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ends before"):
+        timeline.span("worker 0", "idle", 1.0, 0.0, step=1)
+
+
+def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "runs" / "demo")
+    assert folder.config.read_text() == "seed: 1\nsteps: 2\n"
+    folder.metrics.write_text("x")
+    with pytest.raises(ConfigError, match=r"demo holds another run.*--resume"):
+        make_folder(folder.path)
+    assert folder.metrics.read_text() == "x"
+    assert first_free(folder.path) == tmp_path / "runs" / "demo-2"
+
+
+def test_a_run_is_resumed_only_with_its_own_settings_but_for_more_steps(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "demo")
+    assert RunFolder.resume(folder.path, config_yaml="seed: 1\nsteps: 9\n") == folder
+    assert folder.config.read_text() == "seed: 1\nsteps: 9\n"
+    with pytest.raises(ConfigError, match="`seed` is 2 but was 1"):
+        RunFolder.resume(folder.path, config_yaml="seed: 2\nsteps: 9\n")
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        RunFolder.resume(tmp_path / "other", config_yaml="seed: 2\n")
+
+
+def test_a_full_disk_is_found_before_the_work_starts(tmp_path: Path) -> None:
+    with pytest.raises(CapabilityError, match=r"GB free, but the run needs about 1000000000\.00"):
+        check_space(tmp_path, 10**18)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="`output_dir`"):
+        make_folder(tmp_path / "file" / "demo")
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "new \ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_summary_holds_every_figure_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    values = dict.fromkeys(SUMMARY, None)
+    write_summary(path, {**values, "notes": []})
+    assert set(json.loads(path.read_text())) == {*SUMMARY, "notes"}
+    with pytest.raises(ValueError, match="flips"):
+        write_summary(path, {k: v for k, v in values.items() if k != "flips"})
+    with pytest.raises(ValueError, match="speed"):
+        write_summary(path, {**values, "speed": 1})
+
+
+def test_a_stored_response_holds_its_whole_key(tmp_path: Path) -> None:
+    key = DrawKey(seed=7, stream=Stream.EVAL, round=3, dataset="sums", row=41, sample=2, attempt=1)
+    completion = Completion(key, (1, 2), (3, 4), (-0.5, -0.25), "stop", policy_version=3)
+    prompt = Prompt("sums", 41, "1 + 1", (1, 2), answer="2")
+    row = stored(completion, prompt, response="2", reward=1.0, reward_parts={"number": 1.0})
+    write_completions(tmp_path, "eval", 3, [row])
+    (read,) = read_lines(completions_path(tmp_path, "eval", 3))
+    names = ("seed", "stream", "round", "dataset", "row", "sample", "attempt")
+    assert [read[name] for name in names] == [7, "eval", 3, "sums", 41, 2, 1]
+    assert read["token_ids"] == [3, 4]
+    assert read["reward_parts"] == {"number": 1.0}
+
+
+def test_an_observer_that_resumes_forgets_what_came_later(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "demo")
+    clock = ManualClock()
+    with Observer(folder, clock=clock) as observer:
+        for step in range(3):
+            observer.span("worker 0", "rollout", step, step + 1, step=step)
+            observer.completions("train", step, [])
+            observer.metrics(step, {"reward/mean": 0.0})
+    with Observer(folder, clock=clock) as observer:
+        observer.resume_after(1)
+    assert [row["step"] for row in read_lines(folder.metrics)] == [0, 1]
+    assert sorted(p.name for p in folder.completions.iterdir()) == [
+        "train_000000.jsonl",
+        "train_000001.jsonl",
+    ]
+    spans = [e for e in json.loads(folder.timeline.read_text()) if e["ph"] == "X"]
+    assert [e["args"]["step"] for e in spans] == [0, 1]
+
+
+def test_provenance_names_versions_machine_and_seed() -> None:
+    found = provenance(seed=5)
+    assert found["seed"] == 5
+    assert found["versions"]["torch"][0].isdigit()
+    assert found["machine"]["cores"] >= 1
+    assert json.loads(json.dumps(found)) == found
