@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ratoon.speculation.calibration import Calibration
@@ -74,31 +75,26 @@ def build_tree(
     used = [(source, proposers[source]) for source in _sources(strategy) if source in proposers]
     if strategy.is_plain or not used:
         return root_only(root_tokens)
+    noise.prepare(strategy.depth, vocab_size)
+    sources = [source for source, _ in used]
     candidates = _Candidates()
     zeros = torch.zeros_like(root_tokens)[:, None]
     frontier = _Frontier(root_tokens[:, None], zeros, zeros, torch.ones_like(zeros).float())
     num_candidates = 0
     for level in range(strategy.depth):
-        proposals = []
-        for _, proposer in used:
-            if level == 0:
-                proposals.append(proposer.root(noise, strategy.branching))
-            else:
-                proposals.append(
-                    proposer.advance(
-                        frontier.parents, frontier.tokens, noise, level, strategy.branching
-                    )
-                )
-        sources = [source for source, _ in used]
-        checked = [
-            _checked(proposal, source, level, vocab_size, calibration)
-            for source, proposal in zip(sources, proposals, strict=True)
+        proposals = [
+            _children(proposer, frontier, noise, level, strategy.branching) for _, proposer in used
         ]
-        tokens, chances, bits = _merge(checked, sources)
+        widths = [proposal.tokens.shape[2] for proposal in proposals]
+        tokens, chances = _checked(proposals, vocab_size)
+        if calibration is not None:
+            odds = calibration.odds(sources, widths, level)
+            chances = (chances * odds / (1 - chances + chances * odds)).clamp_max_(MAX_CHANCE)
+        chances, bits = _merge(tokens, chances, sources, widths)
         chances = chances * frontier.chances.unsqueeze(2)
         if depth_limits is not None:
             chances = chances * (depth_limits > level)[:, None, None]
-        chances = torch.where(chances >= strategy.min_chance, chances, 0.0)
+        chances = F.threshold(chances, strategy.min_chance, 0.0)
         candidates.tokens.append(tokens.flatten(1))
         candidates.parents.append(frontier.nodes.repeat_interleave(tokens.shape[2], dim=1))
         candidates.chances.append(chances.flatten(1))
@@ -118,42 +114,45 @@ def _sources(strategy: Strategy) -> list[Source]:
     return [source for source in Source if is_used[source]]
 
 
-def _checked(
-    proposals: Proposals,
-    source: Source,
-    level: int,
-    vocab_size: int,
-    calibration: Calibration | None,
+def _children(
+    proposer: Proposer, frontier: _Frontier, noise: StepNoise, level: int, num_children: int
 ) -> Proposals:
-    """Calibrated proposals; what no target could pick has chance 0 and token 0."""
-    tokens, chances = proposals
-    is_legal = (chances > 0) & (tokens >= 0) & (tokens < vocab_size)
-    chances = torch.where(is_legal, chances, 0.0).clamp_max(MAX_CHANCE)
-    if calibration is not None:
-        chances = calibration.apply(source, level, chances).clamp_max(MAX_CHANCE)
-    return Proposals(torch.where(is_legal, tokens, 0), chances)
+    if level == 0:
+        return proposer.root(noise, num_children)
+    return proposer.advance(frontier.parents, frontier.tokens, noise, level, num_children)
 
 
-def _merge(
-    proposals: Sequence[Proposals], sources: Sequence[Source]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Children of all proposers side by side, without repetitions.
+def _checked(proposals: Sequence[Proposals], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """All proposers' children side by side, `[B, F, C]` tokens and chances.
 
-    Shapes: tokens, chances and source bits, each `[B, F, C]` with C the sum over proposers. A
-    repeated child keeps its first place, the largest chance and all its sources.
+    What no target could pick has chance 0 and token 0.
     """
     tokens = torch.cat([proposal.tokens for proposal in proposals], dim=2)
     chances = torch.cat([proposal.chances for proposal in proposals], dim=2)
+    is_wrong = ~(chances > 0) | (tokens < 0) | (tokens >= vocab_size)
+    chances = chances.masked_fill(is_wrong, 0.0).clamp_max_(MAX_CHANCE)
+    return tokens.masked_fill(is_wrong, 0), chances
+
+
+def _merge(
+    tokens: Tensor, chances: Tensor, sources: Sequence[Source], widths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Chances and source bits `[B, F, C]` with each token counted once per node.
+
+    A repeated token keeps its first place, its largest chance and all its sources; its other
+    places get chance 0. One proposer alone does not repeat itself.
+    """
+    if len(sources) == 1:
+        return chances, torch.full_like(tokens, 1 << sources[0])
     is_same = tokens.unsqueeze(3) == tokens.unsqueeze(2)
     is_same &= (chances > 0).unsqueeze(2)
-    earlier = torch.ones(tokens.shape[2:] * 2, dtype=torch.bool, device=tokens.device).tril_(-1)
-    is_repeated = (is_same & earlier).any(dim=3)
-    largest = torch.where(is_same, chances.unsqueeze(2), 0.0).amax(dim=3)
+    is_repeated = is_same.tril(-1).any(dim=3)
+    largest = (is_same * chances.unsqueeze(2)).amax(dim=3)
     bits = torch.zeros_like(tokens)
-    widths = [proposal.tokens.shape[2] for proposal in proposals]
-    for source, same in zip(sources, is_same.split(widths, dim=3), strict=True):
-        bits += same.any(dim=3).long() << source
-    return tokens, torch.where(is_repeated | (chances <= 0), 0.0, largest), bits
+    for source, same in zip(sources, is_same.split(list(widths), dim=3), strict=True):
+        bits.add_(same.any(dim=3), alpha=1 << source)
+    # A place without a proposal holds token 0 and must not take over a proposal of token 0.
+    return largest.masked_fill_(is_repeated | (chances <= 0), 0.0), bits
 
 
 def _next_frontier(tokens: Tensor, chances: Tensor, offset: int, beam: int) -> _Frontier | None:

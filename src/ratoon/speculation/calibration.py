@@ -1,9 +1,11 @@
 """Online calibration: drafters' chances against what the target picked.
 
-Shape letters: B sequences, F frontier nodes, C children, N tree nodes, S drafters, K draft depth.
+Shape letters: B sequences, C children, N tree nodes, S drafters, K draft depth.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,12 +33,19 @@ class Calibration:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._offsets = torch.zeros(len(Source), MAX_DEPTH, device=device)
+        self._odds = torch.ones_like(self._offsets)
         self._information = torch.zeros(len(Source), MAX_DEPTH, device=device)
 
-    def apply(self, source: Source, depth: int, chances: Tensor) -> Tensor:
-        """Calibrated chances of children of nodes at `depth`, any shape."""
-        scaled = chances * self._offsets[source, depth].exp()
-        return scaled / (1 - chances + scaled)
+    def odds(self, sources: Sequence[Source], widths: Sequence[int], depth: int) -> Tensor:
+        """Factors `[C]` for the odds of children of nodes at `depth`.
+
+        `widths` are the numbers of children of each source, which lie side by side.
+        """
+        parts = [
+            self._odds[source, depth].expand(width)
+            for source, width in zip(sources, widths, strict=True)
+        ]
+        return torch.cat(parts)
 
     def observe(self, tree: Tree, verified: Verified) -> None:
         """Learn from one step: each child of a visited node was picked or not. No syncs."""
@@ -56,7 +65,9 @@ class Calibration:
             gained = weights * predicted * (1 - predicted)
             self._information[source].index_add_(0, depths, gained.flatten())
             step = surprise / (self._information[source] + PRIOR_INFORMATION)
-            self._offsets[source] = (self._offsets[source] + step).clamp(-MAX_OFFSET, MAX_OFFSET)
+            self._offsets[source] += step
+        self._offsets.clamp_(-MAX_OFFSET, MAX_OFFSET)
+        torch.exp(self._offsets, out=self._odds)
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the state, `[S, K]` tensors: for snapshots before a replay and for resuming."""
@@ -66,3 +77,4 @@ class Calibration:
         """Continue from what `state_dict` returned."""
         self._offsets.copy_(state["offsets"])
         self._information.copy_(state["information"])
+        torch.exp(self._offsets, out=self._odds)

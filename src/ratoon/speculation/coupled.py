@@ -46,7 +46,10 @@ def propose(
     excluded = -torch.inf
     scores = scores.nan_to_num_(nan=excluded, posinf=excluded, neginf=excluded)
     best, indices = scores.topk(num_children, dim=-1)
-    chances = (best - scores.logsumexp(-1, keepdim=True)).exp_()
+    # A softmax by hand: the maximum is known, which saves half of logsumexp's passes.
+    highest = best[..., :1]
+    total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
+    chances = (best - highest).exp_().div_(total)
     return indices, chances.nan_to_num_(nan=0.0)
 
 

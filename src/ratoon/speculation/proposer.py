@@ -12,9 +12,11 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ratoon.sampling import keyed_noise
+from ratoon.sampling.keyed_noise import NoiseTables
 from ratoon.speculation import coupled
 
 
@@ -26,7 +28,7 @@ class Source(IntEnum):
 
 
 class StepNoise:
-    """The target's noise for the positions that one draft step looks at.
+    """The target's noise for the positions that one draft step looks at, to drafting accuracy.
 
     `sequence_keys [B, 2]` are the responses' 128-bit keys; `t0 [B]` is the index, in the unpadded
     sequence, of the token that the root's children propose. The verifier draws from the same noise.
@@ -36,24 +38,40 @@ class StepNoise:
         self.sequence_keys = sequence_keys
         self.t0 = t0
         self.temperature = temperature
-        self._row_keys: dict[int, Tensor] = {}
+        self._tables: list[NoiseTables] = []
+        self._largest_id = 0
 
     @property
     def num_rows(self) -> int:
         """Number of sequences B."""
         return self.t0.shape[0]
 
+    def prepare(self, num_depths: int, vocab_size: int) -> None:
+        """Make the noise of `num_depths` positions from t0 on, for ids below `vocab_size`.
+
+        `build_tree` calls this once: the tables are small and cost mostly their number of
+        operations, which does not grow with the number of positions.
+        """
+        if self.temperature == 0:
+            return
+        positions = self.t0 + torch.arange(num_depths, device=self.t0.device)[:, None]
+        keys = self.sequence_keys.repeat(num_depths, 1)
+        tables = keyed_noise.noise_tables(
+            keyed_noise.row_keys(keys, positions.flatten()), vocab_size
+        )
+        by_depth = zip(*(table.split(self.num_rows, dim=1) for table in tables), strict=True)
+        self._tables = [NoiseTables(*parts) for parts in by_depth]
+        self._largest_id = vocab_size - 1
+
     def exponential(self, depth: int, ids: Tensor) -> Tensor | None:
         """Exponentials E of tokens `ids` (`[M]` or `[B, M]`) at position t0 + depth.
 
-        Depth 0 is the position of the root's children. Returns float32 `[B, M]`, or None at
-        temperature 0, where selection has no noise.
+        Depth 0 is the position of the root's children. Ids outside the vocabulary get some other
+        id's noise. Returns float32 `[B, M]`, or None at temperature 0, where there is no noise.
         """
         if self.temperature == 0:
             return None
-        if depth not in self._row_keys:
-            self._row_keys[depth] = keyed_noise.row_keys(self.sequence_keys, self.t0 + depth)
-        return keyed_noise.exponential(self._row_keys[depth], ids).float()
+        return keyed_noise.exponential_estimate(self._tables[depth], ids.clamp(0, self._largest_id))
 
 
 class Proposals(NamedTuple):
