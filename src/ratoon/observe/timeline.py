@@ -6,12 +6,12 @@ Format: Trace Event Format, "X" (complete) and "M" (metadata) events, times in m
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ratoon.clock import Clock
+from ratoon.errors import DataError
 from ratoon.observe.files import to_json, write_atomically
 
 Activity = Literal[
@@ -101,13 +101,19 @@ class Timeline:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a timeline; one cut short by a crash in the middle of a save is left out."""
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            event = json.loads(line.rstrip(","))
-            if isinstance(event, dict):
-                events.append(event)
+    """All events of a timeline; one cut short by a crash in the middle of a save is left out.
+
+    Raises:
+        DataError: any other line is not an event.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line not in ("", "[", "]")]
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(line.rstrip(",")))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise DataError(f"{path}, event {number}: not JSON ({error})") from None
     return events
 
 
