@@ -10,6 +10,7 @@ from ratoon.observe.files import write_atomically
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.timeline import ACTIVITIES
 from ratoon.report import sections
+from ratoon.report.headline import headline
 from ratoon.report.load import Run, load_run
 
 _SPROUT = (
@@ -35,7 +36,7 @@ def render(run: Run) -> str:
     """The whole page as text."""
     title = (run.summary or {}).get("title") or run.name
     parts = [
-        _section("", sections.headline(run)),
+        _section("", headline(run)),
         _section("Who did what when", sections.timeline(run)),
         _section("What changed", sections.curves(run)),
         _section("Where the time goes", sections.step_time(run)),

@@ -9,6 +9,7 @@ from typing import Any
 from ratoon.observe.metrics import metric
 from ratoon.observe.timeline import ACTIVITIES
 from ratoon.report.load import Run, Sample, Span
+from ratoon.report.parts import figure, left_out, legend
 from ratoon.report.svg import Series, column_chart, lane_chart, line_chart, number
 
 WORDS: dict[str, str] = {str(name): name.replace("_", " ") for name in ACTIVITIES} | {
@@ -17,135 +18,6 @@ WORDS: dict[str, str] = {str(name): name.replace("_", " ") for name in ACTIVITIE
     "weights": "weight transfer",
 }
 _NUM_SAMPLES = 6
-
-
-def left_out(reason: str) -> str:
-    """A line in place of a section that cannot be shown."""
-    return f'<p class="left-out">Left out: {escape(reason)}.</p>'
-
-
-def headline(run: Run) -> str:
-    """The figures that the run is judged by, as cards."""
-    if run.summary is None:
-        return left_out("summary.json is missing, so the run has not ended")
-    s = run.summary
-    cards = [
-        _reward_card(s),
-        _ratio_card("Rollout, with speculation", s["rollout_speedup"], "the same step replayed"),
-        _ratio_card("Whole step", s["step_speedup"], "generation, reward and update together"),
-        _tokens_card(s),
-        _idle_card(s),
-        _acceptance_card(s),
-    ]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in s.get("notes", []))
-    return (
-        f'<p class="lead">{_lead(s)}</p><div class="cards">{"".join(cards)}</div>'
-        + _run_line(s)
-        + (f'<ul class="notes small muted">{notes}</ul>' if notes else "")
-    )
-
-
-def _lead(s: dict[str, Any]) -> str:
-    """The result in two sentences, losses said as plainly as gains."""
-    sentences = []
-    before, after, error = s["reward_before"], s["reward_after"], s["reward_diff_stderr"]
-    if before is not None and after is not None and error is not None:
-        word = "rose" if after > before else "fell"
-        if abs(after - before) <= 2 * error:
-            word = "did not change by more than the noise:"
-        sentences.append(f"Reward on held-out prompts {word} from {before:.3f} to {after:.3f}.")
-    ratio, same = s["rollout_speedup"], s["tokens_identical"]
-    if ratio is not None and same is not None:
-        words = (
-            f"in {ratio:.2f} times the time" if ratio >= 1 else f"in only {ratio:.2f} of the time"
-        )
-        tokens = "exactly the same tokens" if same else "other tokens, which must never happen,"
-        sentences.append(f"The same rollout without speculation gave {tokens} {words}.")
-    return escape(" ".join(sentences))
-
-
-def _run_line(s: dict[str, Any]) -> str:
-    facts = []
-    if isinstance(seconds := s["seconds"], int | float):
-        facts.append(f"{seconds / 60:.1f} minutes")
-    for key, word in (("steps", "RL steps"), ("workers", "workers")):
-        if s.get(key) is not None:
-            facts.append(f"{s[key]} {word}")
-    if s["numerics"]:
-        flips = f", {s['flips']} flips" if s["flips"] else ""
-        facts.append(f"numerics {s['numerics']}{flips}")
-    if isinstance(entropy := s["entropy_per_token"], int | float):
-        facts.append(f"entropy {number(entropy)} nats per token")
-    return f'<p class="small muted">{escape(" · ".join(facts))}</p>'
-
-
-def _card(title: str, value: str, text: str) -> str:
-    return (
-        f'<div class="card"><h3 class="muted">{title}</h3>'
-        f'<div class="value">{value}</div><div class="small muted">{text}</div></div>'
-    )
-
-
-def _reward_card(s: dict[str, Any]) -> str:
-    before, after, error = s["reward_before"], s["reward_after"], s["reward_diff_stderr"]
-    if not isinstance(before, int | float) or not isinstance(after, int | float):
-        return _card("Held-out reward", "–", "not measured")
-    value = f"<small>{number(before)} →</small> {number(after)}"
-    gain = after - before
-    if not isinstance(error, int | float):
-        return _card("Held-out reward", value, "no standard error")
-    clear = abs(gain) > 2 * error
-    kind = ("good" if gain > 0 else "bad") if clear else "muted"
-    verdict = "clear of noise" if clear else "within noise"
-    text = f'<span class="{kind}">{gain:+.3f} ± {number(error, 2)}</span>, paired: {verdict}'
-    return _card("Held-out reward", value, text)
-
-
-def _ratio_card(title: str, ratio: object, text: str) -> str:
-    if not isinstance(ratio, int | float):
-        return _card(title, "–", "not measured")
-    word = "faster" if ratio >= 1 else "slower"
-    kind = "good" if ratio >= 1 else "bad"
-    factor = ratio if ratio >= 1 else 1 / ratio
-    return _card(title, f'<span class="{kind}">{factor:.2f}×</span> <small>{word}</small>', text)
-
-
-def _tokens_card(s: dict[str, Any]) -> str:
-    same, tokens, responses = (
-        s["tokens_identical"],
-        s.get("tokens_compared"),
-        s.get("responses_compared"),
-    )
-    if same is None:
-        return _card("Tokens, against plain decoding", "–", "not compared")
-    compared = f"{tokens:,} tokens" if isinstance(tokens, int) else "one step"
-    compared += f" of {responses:,} responses" if isinstance(responses, int) else ""
-    value = '<span class="good">identical</span>' if same else '<span class="bad">differ</span>'
-    return _card("Tokens, against plain decoding", value, f"{compared} compared")
-
-
-def _idle_card(s: dict[str, Any]) -> str:
-    idle, filled, tokens = s["idle_fraction"], s["idle_fraction_filled"], s["spot_tokens"]
-    if not isinstance(idle, int | float):
-        return _card("Idle in rollouts", "–", "not measured")
-    text = "of worker time"
-    if isinstance(filled, int | float) and isinstance(tokens, int | float):
-        text += f"; {filled:.0%} of it trained the drafter, {number(tokens)} tokens"
-    return _card("Idle in rollouts", f"{idle:.0%}", text)
-
-
-def _acceptance_card(s: dict[str, Any]) -> str:
-    first, last = s["acceptance_length_first"], s["acceptance_length_last"]
-    if not isinstance(first, int | float) or not isinstance(last, int | float):
-        return _card("Tokens per verification", "–", "not measured")
-    value = f"<small>{first:.2f} →</small> {last:.2f}"
-    return _card("Tokens per verification", value, "first and last step; 1 is plain decoding")
-
-
-def legend(names: Sequence[tuple[str, str]]) -> str:
-    """Swatches: `(colour, word)` each."""
-    items = (f'<span style="--swatch:var(--c-{c})">{escape(word)}</span>' for c, word in names)
-    return f'<div class="legend">{"".join(items)}</div>'
 
 
 def timeline(run: Run) -> str:
@@ -191,24 +63,6 @@ def _lanes(spans: Sequence[Span], start: float, end: float, label: str) -> str:
     return lane_chart(sorted(lanes.items()), start=start, end=end, label=label)
 
 
-def _figure(
-    title: str,
-    unit: str,
-    chart: str,
-    caption: str,
-    *,
-    key: str = "",
-    resting: str = "",
-    wide: bool = False,
-) -> str:
-    opening = '<figure class="wide">' if wide else "<figure>"
-    shown = f' <span class="unit">{escape(unit)}</span>' if unit else ""
-    return (
-        f"{opening}<h3>{escape(title)}{shown}</h3>{key}{chart}"
-        f'<div class="readout">{resting}</div><figcaption>{caption}</figcaption></figure>'
-    )
-
-
 def _curve(
     run: Run, title: str, lines: Sequence[tuple[str, str, str, bool]], caption: str
 ) -> str | None:
@@ -221,7 +75,7 @@ def _curve(
     chart = line_chart(series, label=f"{title} over steps")
     key = legend([(s.colour, s.name) for s in series]) if len(series) > 1 else ""
     unit = metric(lines[0][0]).unit
-    return _figure(title, unit, chart, caption, key=key, resting=f"last: {last}")
+    return figure(title, unit, chart, caption, key=key, resting=f"last: {last}")
 
 
 def curves(run: Run) -> str:
@@ -304,8 +158,8 @@ def step_time(run: Run) -> str:
     words = [(la.colour, f"{la.name} {totals[la.name] / everything:.0%}") for la in layers]
     chart = column_chart(layers, label="Seconds of each step by activity", width=1040)
     caption = "Rewards count only while nothing else is running."
-    figure = _figure("Each step", "s", chart, caption, wide=True)
-    return f'<div class="share">{bars}</div>{legend(words)}{figure}'
+    chart_figure = figure("Each step", "s", chart, caption, wide=True)
+    return f'<div class="share">{bars}</div>{legend(words)}{chart_figure}'
 
 
 def speed(run: Run) -> str:
@@ -333,7 +187,8 @@ def speed(run: Run) -> str:
         )
     return (
         legend([("rollout", "as trained"), ("idle", "plain decoding")])
-        + '<div class="table cases"><table><tr><th>case</th><th></th><th class="num">as trained</th>'
+        + '<div class="table cases"><table><tr><th>case</th><th></th>'
+        '<th class="num">as trained</th>'
         '<th class="num">plain</th><th class="num">speed-up</th><th class="num">tokens</th>'
         f"<th>same tokens</th></tr>{''.join(rows)}</table></div>"
         '<p class="small muted">Both arms start from the drafter, suffix index and calibration as '
