@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratoon.errors import CapabilityError, ConfigError
@@ -32,7 +31,6 @@ from ratoon.models.decoder import (
     Decoder,
     DecoderConfig,
     RMSNorm,
-    apply_rope,
     rope_table,
 )
 
@@ -219,8 +217,9 @@ class _MidLayer(nn.Module):
 class Eagle3Drafter(nn.Module):
     """Parameters of the drafter under their checkpoint names.
 
-    The computation is `fuse`, `project`, `finish` and `head_input` below, shared by training and
-    serving. Buffers: `d2t [Vd]` int64 with target id = draft id + d2t[draft id]; `t2d [V]` bool.
+    `drafter.unroll` computes with them in training, `drafter.learned` when serving; a test holds
+    the two together. Buffers: `d2t [Vd]` int64 with target id = draft id + d2t[draft id]; `t2d [V]`
+    bool, True for target ids in the draft vocabulary.
     """
 
     d2t: Tensor
@@ -308,48 +307,6 @@ def choose_draft_vocabulary(counts: Tensor, size: int, always: Iterable[int]) ->
     rank[forced] = torch.inf
     order = torch.sort(rank, descending=True, stable=True).indices
     return order[:size].sort().values
-
-
-def fuse(weights: DrafterWeights, features: Tensor) -> Tensor:
-    """Reduce the tapped states `[T, 3*Dt]` to the drafter's hidden state `[T, D]`."""
-    return F.linear(features, weights.fc)
-
-
-def layer_input(
-    config: DrafterConfig, weights: DrafterWeights, embedded: Tensor, hidden: Tensor
-) -> Tensor:
-    """Both inputs normed and joined: `[T, D]` and `[T, D]` to `[T, 2D]`."""
-    width, eps = (config.hidden_size,), config.rms_norm_eps
-    left = F.rms_norm(embedded, width, weights.input_norm, eps)
-    return torch.cat([left, F.rms_norm(hidden, width, weights.hidden_norm, eps)], dim=-1)
-
-
-def project(
-    config: DrafterConfig, weights: DrafterWeights, joined: Tensor, rope: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries `[T, H, E]`, rotated keys and values `[T, G, E]` of `joined [T, 2D]`.
-
-    `rope [2, T, 1, E]` holds cosines and sines of each row's position.
-    """
-    width, heads = config.head_dim, config.num_heads
-    parts = F.linear(joined, weights.qkv).view(len(joined), -1, width)
-    query, key, value = torch.split(parts, [heads, config.num_kv_heads, config.num_kv_heads], 1)
-    return apply_rope(query, rope[0], rope[1]), apply_rope(key, rope[0], rope[1]), value
-
-
-def finish(
-    config: DrafterConfig, weights: DrafterWeights, attended: Tensor, hidden: Tensor
-) -> Tensor:
-    """From attention's result `[T, H*E]` and the residual `[T, D]` to the layer's output."""
-    x = hidden + F.linear(attended, weights.o)
-    normed = F.rms_norm(x, (config.hidden_size,), weights.post_norm, config.rms_norm_eps)
-    gate, up = F.linear(normed, weights.gate_up).chunk(2, dim=-1)
-    return x + F.linear(F.silu(gate) * up, weights.down)
-
-
-def head_input(config: DrafterConfig, weights: DrafterWeights, out: Tensor) -> Tensor:
-    """What `lm_head` reads: the normed output `[T, D]`."""
-    return F.rms_norm(out, (config.hidden_size,), weights.norm, config.rms_norm_eps)
 
 
 @torch.no_grad()

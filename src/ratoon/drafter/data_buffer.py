@@ -1,0 +1,334 @@
+"""What the drafter trains on: finished responses with the target's states, bounded in tokens.
+
+The buffer holds this step's finished responses and the long ones of the step before (those that
+finish first are short; without last step's long ones the drafter would forget the tail). A sample
+comes from exactly one policy version, and so does every draw: the teacher's head rows that fit a
+sample's hidden states are kept per version for as long as a sample of that version lives.
+
+Shape letters: n tokens of a sample, D target width, Vd draft vocabulary.
+Source: TLT (arXiv 2511.16665), one-step-offset sampling; the coverage rule is ours.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from ratoon.errors import ConfigError, DataError, StaleVersionError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One finished response and the target's states of its tokens.
+
+    `ids [n]` int64 is prompt and response; `features [n-1, 3D]` are the tapped states and
+    `hidden [n-1, D]` the final-norm states of all tokens but the last, which never passes through
+    the target. `uid` orders samples that are otherwise equal; it is unique within a step.
+    """
+
+    uid: tuple[int, ...]
+    ids: Tensor
+    features: Tensor
+    hidden: Tensor
+    prompt_len: int
+    policy_version: int
+
+    @property
+    def first_query(self) -> int:
+        """The pair that predicts the first response token (pair t predicts token t+2)."""
+        return max(self.prompt_len - 2, 0)
+
+    @property
+    def num_queries(self) -> int:
+        """Pairs that predict a response token."""
+        return len(self.ids) - 2 - self.first_query
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of features held."""
+        return len(self.ids) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """Pairs `first` to `first + count - 1` of a sample, to be trained on."""
+
+    sample: Sample
+    first: int
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A live sample, where its next slice starts and how many queries were drawn from it."""
+
+    sample: Sample
+    cursor: int | None = None
+    drawn: int = 0
+
+    @property
+    def rank(self) -> tuple[float, int, tuple[int, ...]]:
+        """Least covered first; then the order of `sample.uid`."""
+        return self.drawn / self.sample.num_queries, self.sample.policy_version, self.sample.uid
+
+
+@dataclass(slots=True)
+class _Version:
+    head_rows: Tensor
+    entries: list[_Entry] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry.sample.num_tokens for entry in self.entries)
+
+
+class DataBuffer:
+    """Bounded store of samples with a deterministic, length-stratified draw.
+
+    A draw walks through `num_strata` groups of about equal token counts, ordered by response
+    length, and takes from each the sample least covered so far; long samples are cut into slices.
+    The same contents, seed and sequence of calls give the same draws, whatever the order of
+    arrival within a step.
+    """
+
+    def __init__(
+        self, max_tokens: int, *, seed: int, long_share: float = 0.5, num_strata: int = 4
+    ) -> None:
+        if max_tokens < 1 or num_strata < 1 or not 0 <= long_share < 1:
+            raise ConfigError(
+                f"Drafter data buffer: max_tokens = {max_tokens} and num_strata = {num_strata} "
+                f"must be at least 1, long_share = {long_share} in [0, 1)."
+            )
+        self.max_tokens = max_tokens
+        self.long_share = long_share
+        self.num_strata = num_strata
+        self._random = random.Random(seed)
+        self._versions: dict[int, _Version] = {}
+        self._current: int | None = None
+        self._turn = 0
+        self._strata: list[list[_Entry]] | None = None
+
+    def __len__(self) -> int:
+        """Number of live samples."""
+        return sum(len(version.entries) for version in self._versions.values())
+
+    @property
+    def tokens(self) -> int:
+        """Rows of features held; never above `max_tokens`."""
+        return sum(version.tokens for version in self._versions.values())
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Policy versions with live samples, and the current one, oldest first."""
+        return tuple(self._versions)
+
+    def head_rows(self, version: int) -> Tensor:
+        """The target's head rows of the draft vocabulary `[Vd, D]` at `version`."""
+        return self._versions[version].head_rows
+
+    def samples(self) -> Iterator[Sample]:
+        """All live samples, oldest version first."""
+        return (e.sample for version in self._versions.values() for e in version.entries)
+
+    def begin_step(self, policy_version: int, head_rows: Tensor) -> None:
+        """Start a step: keep the long samples of the last one, forget everything older.
+
+        Long means at least the median response length; the longest are kept first, up to
+        `long_share` of the buffer. `head_rows [Vd, D]` is detached, not copied.
+
+        Raises: StaleVersionError unless versions rise.
+        """
+        previous = self._current
+        if previous is not None and policy_version <= previous:
+            raise StaleVersionError(
+                f"The drafter's buffer is at policy version {previous} and was asked to begin "
+                f"version {policy_version}; versions must rise."
+            )
+        kept = {} if previous is None else {previous: self._long_part(self._versions[previous])}
+        self._versions = {number: part for number, part in kept.items() if part.entries}
+        self._versions[policy_version] = _Version(head_rows.detach())
+        self._current = policy_version
+        self._strata = None
+
+    def add(self, sample: Sample) -> bool:
+        """Store a finished response of the current step; return False if it teaches nothing.
+
+        A sample that predicts no token (a response of zero tokens, or fewer than three tokens in
+        all) is not stored. If the buffer is full, last step's shortest samples go first, then this
+        step's earliest.
+
+        Raises: StaleVersionError for another policy version; DataError for tensors that do not fit
+        together or a sample above the buffer's bound.
+        """
+        if self._current is None or sample.policy_version != self._current:
+            raise StaleVersionError(
+                f"A sample of policy version {sample.policy_version} was added to the drafter's "
+                f"buffer at version {self._current}; add samples to the step that made them."
+            )
+        _check_sample(sample, self.max_tokens)
+        if sample.num_queries < 1 or sample.prompt_len >= len(sample.ids):
+            return False
+        self._versions[self._current].entries.append(_Entry(sample))
+        while self.tokens > self.max_tokens:
+            self._evict()
+        self._strata = None
+        return True
+
+    def draw(self, max_queries: int, max_keys: int, window: int) -> list[Slice]:
+        """Slices of one policy version with at most `max_queries` queries in all.
+
+        Keys are the queries and up to `window - 1` pairs of context before each slice; they stay
+        within `max_keys` unless the first slice alone exceeds it. No sample occurs twice. Empty if
+        the buffer is.
+        """
+        if not len(self):
+            return []
+        slices: list[Slice] = []
+        queries = keys = misses = 0
+        while queries < max_queries and misses < self.num_strata:
+            entry = self._next_entry(slices)
+            if entry is None:
+                misses += 1
+                continue
+            misses = 0
+            piece = self._cut(entry, max_queries - queries, max_queries)
+            size = piece.count + min(window - 1, piece.first)
+            if slices and keys + size > max_keys:
+                break
+            self._advance(entry, piece)
+            slices.append(piece)
+            queries += piece.count
+            keys += size
+        return slices
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a resumed run needs to draw the same slices: tensors, and JSON values."""
+        tensors: dict[str, Tensor] = {}
+        versions = []
+        for number, version in self._versions.items():
+            tensors[f"{number}.head_rows"] = version.head_rows
+            entries = []
+            for index, entry in enumerate(version.entries):
+                sample, prefix = entry.sample, f"{number}.{index}"
+                tensors[f"{prefix}.ids"] = sample.ids
+                tensors[f"{prefix}.features"] = sample.features
+                tensors[f"{prefix}.hidden"] = sample.hidden
+                entries.append([list(sample.uid), sample.prompt_len, entry.cursor, entry.drawn])
+            versions.append({"version": number, "entries": entries})
+        kind, words, gauss = self._random.getstate()
+        generator = [kind, list(words), gauss]
+        return tensors, {"versions": versions, "turn": self._turn, "random": generator}
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Take over a state from `state`; bounds stay those of this buffer."""
+        self._versions = {}
+        for item in values["versions"]:
+            number = item["version"]
+            version = _Version(tensors[f"{number}.head_rows"])
+            for index, (uid, prompt_len, cursor, drawn) in enumerate(item["entries"]):
+                ids, features, hidden = (
+                    tensors[f"{number}.{index}.{name}"] for name in ("ids", "features", "hidden")
+                )
+                sample = Sample(tuple(uid), ids, features, hidden, prompt_len, number)
+                version.entries.append(_Entry(sample, cursor, drawn))
+            self._versions[number] = version
+            self._current = number
+        self._turn = values["turn"]
+        kind, words, gauss = values["random"]
+        self._random.setstate((kind, tuple(words), gauss))
+        self._strata = None
+
+    def _long_part(self, version: _Version) -> _Version:
+        """The long samples of a step, coverage forgotten."""
+        by_length = sorted(version.entries, key=_length, reverse=True)
+        if not by_length:
+            return version
+        threshold = median(entry.sample.num_queries for entry in by_length)
+        kept, tokens = [], 0
+        for entry in by_length:
+            tokens += entry.sample.num_tokens
+            if entry.sample.num_queries < threshold or tokens > self.long_share * self.max_tokens:
+                break
+            kept.append(_Entry(entry.sample))
+        return _Version(version.head_rows, kept)
+
+    def _evict(self) -> None:
+        """Drop one sample: the shortest of the last step, else the earliest of this one."""
+        oldest = next(iter(self._versions))
+        entries = self._versions[oldest].entries
+        if oldest == self._current:
+            del entries[0]
+            return
+        entries.remove(min(entries, key=_length))
+        if not entries:
+            del self._versions[oldest]
+
+    def _next_entry(self, taken: list[Slice]) -> _Entry | None:
+        """Least covered sample of the next stratum, of the version already drawn from."""
+        if self._strata is None:
+            self._strata = _stratify(
+                (e for version in self._versions.values() for e in version.entries),
+                self.num_strata,
+            )
+        stratum = self._strata[self._turn % self.num_strata]
+        self._turn = (self._turn + 1) % self.num_strata
+        used = {id(piece.sample) for piece in taken}
+        fits = [
+            entry
+            for entry in stratum
+            if id(entry.sample) not in used
+            and (not taken or entry.sample.policy_version == taken[0].sample.policy_version)
+        ]
+        if not fits:
+            return None
+        return min(fits, key=lambda entry: entry.rank)
+
+    def _cut(self, entry: _Entry, room: int, max_queries: int) -> Slice:
+        """The next slice of a sample; long samples start at a random place and wrap around."""
+        total = entry.sample.num_queries
+        if entry.cursor is None:
+            entry.cursor = 0 if total <= max_queries else self._random.randrange(total)
+        count = min(room, total - entry.cursor)
+        return Slice(entry.sample, entry.sample.first_query + entry.cursor, count)
+
+    def _advance(self, entry: _Entry, piece: Slice) -> None:
+        end = piece.first + piece.count - entry.sample.first_query
+        entry.cursor = end % entry.sample.num_queries
+        entry.drawn += piece.count
+
+
+def _length(entry: _Entry) -> tuple[int, tuple[int, ...]]:
+    return entry.sample.num_queries, entry.sample.uid
+
+
+def _stratify(entries: Iterable[_Entry], num_strata: int) -> list[list[_Entry]]:
+    """Groups of about equal numbers of queries, from short to long responses."""
+    ordered = sorted(entries, key=lambda e: (*_length(e), e.sample.policy_version))
+    total = sum(entry.sample.num_queries for entry in ordered)
+    strata: list[list[_Entry]] = [[] for _ in range(num_strata)]
+    before = 0.0
+    for entry in ordered:
+        middle = before + entry.sample.num_queries / 2
+        strata[int(middle * num_strata / total)].append(entry)
+        before += entry.sample.num_queries
+    return strata
+
+
+def _check_sample(sample: Sample, max_tokens: int) -> None:
+    rows = len(sample.ids) - 1
+    if len(sample.features) != rows or len(sample.hidden) != rows:
+        raise DataError(
+            f"Sample {sample.uid}: {len(sample.ids)} tokens need {rows} rows of features and "
+            f"hidden states (the last token has none); got {len(sample.features)} and "
+            f"{len(sample.hidden)}."
+        )
+    if rows > max_tokens:
+        raise DataError(
+            f"Sample {sample.uid} has {rows} tokens; the drafter's buffer holds {max_tokens}. "
+            "Raise its max_tokens above the longest prompt and response."
+        )

@@ -1,0 +1,273 @@
+"""Trains the drafter in bounded pieces.
+
+The drafter's parameters are float32 views of one flat buffer, the compute copies are views of
+another in bfloat16: the optimizer, the norm, the clipping and the copy are one pass each, whatever
+the number of tensors. Many small optimizer steps learn more per second than few large ones.
+
+The policy never receives a gradient: features, hidden states, embedding and teacher rows enter
+detached.
+
+Shape letters: K unroll steps, V vocabulary, D width, Vd draft vocabulary, P trainable numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ratoon.drafter.flat import FlatLayout, adopt
+from ratoon.drafter.losses import (
+    KL,
+    ROWS,
+    TOP1_AGREED,
+    TOP1_ROWS,
+    TV,
+    LossKind,
+    LossShape,
+    head_loss,
+)
+from ratoon.drafter.micro_batch import MicroBatch
+from ratoon.drafter.model import Eagle3Drafter
+from ratoon.drafter.unroll import TrainedDrafter
+from ratoon.errors import ConfigError, NumericsError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """How the drafter is trained.
+
+    `micro_tokens` bounds the columns of a micro-step and with them its time; `micro_steps` of them
+    make one optimizer step. Step i of the `unroll` steps weighs `step_decay**i`. `temperature` is
+    the rollouts'. The learning rate rises over `warmup_steps` and then stays.
+    """
+
+    learning_rate: float = 5e-4
+    warmup_steps: int = 20
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    unroll: int = 2
+    step_decay: float = 0.8
+    loss: LossKind = "hybrid"
+    tv_weight: float = 1.0
+    temperature: float = 1.0
+    micro_tokens: int = 256
+    micro_steps: int = 2
+    compute_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot train."""
+        positive = {
+            "learning_rate": self.learning_rate,
+            "clip_norm": self.clip_norm,
+            "unroll": self.unroll,
+            "step_decay": self.step_decay,
+            "temperature": self.temperature,
+            "micro_tokens": self.micro_tokens,
+            "micro_steps": self.micro_steps,
+        }
+        for name, value in positive.items():
+            if value <= 0:
+                raise ConfigError(f"Drafter training: {name} = {value}; it must be above 0.")
+        if self.loss not in ("kl", "tv", "hybrid"):
+            raise ConfigError(
+                f"Drafter training: loss = {self.loss!r}; allowed are kl, tv and hybrid."
+            )
+
+
+class StepMetrics(NamedTuple):
+    """One optimizer step. Per-depth values are means over the rows trained on.
+
+    `acceptance[i]` is 1 - tv at unroll step i: the chance that a draft drawn from the drafter is
+    accepted, given that the target's token lies in the draft vocabulary. `top1[i]` is the share of
+    rows whose most likely tokens agree, estimated on the first rows of each micro-step.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    kl: tuple[float, ...]
+    acceptance: tuple[float, ...]
+    top1: tuple[float, ...]
+    grad_norm: float
+    learning_rate: float
+
+
+class DrafterTrainer:
+    """Owns the optimizer of one drafter; processes micro-batches one at a time.
+
+    The drafter's parameters become views of the trainer's flat master buffer, so the module always
+    holds the newest weights.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, options: TrainerOptions) -> None:
+        self.drafter = drafter
+        self.options = options
+        self.step = 0
+        self.tokens = 0
+        self._shape = LossShape.of(options.loss, options.tv_weight, options.temperature)
+        self._layout = FlatLayout(drafter)
+        self._master = adopt(drafter, self._layout)
+        self._gradient = torch.zeros_like(self._master.detach())
+        self._compute = self._master.detach().to(options.compute_dtype, copy=True)
+        self._model = TrainedDrafter(drafter.config, self._layout.fused(self._compute))
+        self._optimizer = torch.optim.AdamW(
+            [self._master],
+            lr=options.learning_rate,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+        steps = torch.arange(options.unroll, dtype=torch.float64, device=self._master.device)
+        self._decay = options.step_decay**steps
+        self._rope = drafter.config.rope_table(1, options.compute_dtype)
+        self._embedding: Tensor | None = None
+        self.discard()
+
+    @property
+    def pending(self) -> int:
+        """Micro-steps gathered since the last optimizer step."""
+        return self._pending
+
+    def set_embedding(self, embedding: Tensor) -> None:
+        """Use the target's live embedding `[V, D]` from here on; a copy where dtypes differ."""
+        self._embedding = embedding.detach().to(self.options.compute_dtype)
+
+    def micro_step(self, batch: MicroBatch, teacher_head: Tensor) -> None:
+        """Add one micro-batch's gradient; `teacher_head [Vd, D]` is of the batch's version.
+
+        Cost: one forward and backward over the batch, no host-device sync.
+        """
+        student = self._student(batch)
+        loss, stats, gradient = self._head_loss(student.detach(), batch, teacher_head)
+        flat = gradient.flatten(0, 1)
+        self._model.head.keep(flat, student.detach().flatten(0, 1))
+        student.backward((flat @ self._model.head.weight.detach()).view_as(student))
+        self._stats += stats
+        self._loss += loss
+        self._pending += 1
+        self._pending_tokens += batch.num_queries
+
+    def optimizer_step(self) -> StepMetrics:
+        """Apply the gathered gradient, normalised by the weight of its rows.
+
+        Raises: NumericsError if the gradient is not finite; the weights are left as they were.
+        Cost: about five passes over the P numbers, one host-device sync.
+        """
+        options, stats = self.options, self._stats.cpu()
+        self._model.write_gradients(self._layout.fused(self._gradient))
+        normaliser = float((stats[:, ROWS] * self._decay.cpu()).sum())
+        norm = float(torch.linalg.vector_norm(self._gradient)) / normaliser
+        if not math.isfinite(norm):
+            raise NumericsError(
+                f"The drafter's gradient norm is {norm} at step {self.step}. Lower the drafter's "
+                "learning rate, or check the target's states for NaN."
+            )
+        rate = options.learning_rate * min(1.0, (self.step + 1) / max(1, options.warmup_steps))
+        self._optimizer.param_groups[0]["lr"] = rate
+        self._gradient.mul_(min(1.0, options.clip_norm / max(norm, 1e-12)) / normaliser)
+        self._master.grad = self._gradient
+        self._optimizer.step()
+        self._refresh_compute()
+        self.step += 1
+        self.tokens += self._pending_tokens
+        rows, seen = stats[:, ROWS], stats[:, TOP1_ROWS]
+        metrics = StepMetrics(
+            step=self.step,
+            tokens=self._pending_tokens,
+            loss=float(self._loss) / normaliser,
+            kl=tuple((stats[:, KL] / rows).tolist()),
+            acceptance=tuple((1 - stats[:, TV] / rows).tolist()),
+            top1=tuple((stats[:, TOP1_AGREED] / seen).tolist()),
+            grad_norm=norm,
+            learning_rate=rate,
+        )
+        self.discard()
+        return metrics
+
+    def discard(self) -> None:
+        """Forget the gradient gathered since the last optimizer step."""
+        device = self._master.device
+        self._model.discard_gradients()
+        self._pending = 0
+        self._pending_tokens = 0
+        self._stats = torch.zeros(self.options.unroll, 5, dtype=torch.float64, device=device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def evaluate(self, batch: MicroBatch, teacher_head: Tensor) -> Tensor:
+        """Statistics `[K, 5]` of a batch, as `head_loss` sums them, without training."""
+        return self._head_loss(self._student(batch), batch, teacher_head)[1]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the trainable tensors in the compute dtype, under their checkpoint names."""
+        flat = self._compute.clone()
+        return self._layout.named(flat)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """First and second moments per tensor, keyed `exp_avg.<name>` and `exp_avg_sq.<name>`.
+
+        Empty before the first step.
+        """
+        state = self._optimizer.state.get(self._master, {})
+        return {
+            f"{moment}.{name}": view
+            for moment in MOMENTS
+            if moment in state
+            for name, view in self._layout.named(state[moment]).items()
+        }
+
+    def load_optimizer_state(self, moments: Mapping[str, Tensor], step: int, tokens: int) -> None:
+        """Take over `moments` from `optimizer_state` and the counters; weights are read anew."""
+        self.step, self.tokens = step, tokens
+        self._optimizer.state.clear()
+        if moments:
+            state = {"step": torch.tensor(float(step))}
+            for moment in MOMENTS:
+                flat = torch.zeros_like(self._master.detach())
+                for name, view in self._layout.named(flat).items():
+                    view.copy_(moments[f"{moment}.{name}"])
+                state[moment] = flat
+            self._optimizer.state[self._master] = state
+        self._refresh_compute()
+        self.discard()
+
+    def _student(self, batch: MicroBatch) -> Tensor:
+        """Head inputs `[K, U, D]`, one row per teacher row."""
+        if self._embedding is None:
+            raise ConfigError("The drafter's trainer has no embedding; call set_embedding first.")
+        self._extend_rope(batch.longest + self.options.unroll)
+        outputs = self._model.head_inputs(self._embedding, batch, self._rope)
+        steps, queries, width = outputs.shape
+        offsets = torch.arange(steps, device=outputs.device)[:, None] * queries
+        rows = (batch.student_rows + offsets).flatten()
+        return outputs.view(-1, width).index_select(0, rows).view(steps, -1, width)
+
+    def _head_loss(
+        self, student: Tensor, batch: MicroBatch, teacher_head: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = self.options.compute_dtype
+        return head_loss(
+            student,
+            self._model.head.weight.detach(),
+            batch.teacher_hidden.to(dtype),
+            teacher_head.detach().to(dtype),
+            self._decay[:, None] * batch.valid,
+            self._shape,
+        )
+
+    @torch.no_grad()
+    def _refresh_compute(self) -> None:
+        self._compute.copy_(self._master)
+
+    def _extend_rope(self, num_positions: int) -> None:
+        if self._rope.shape[1] < num_positions:
+            table = self.drafter.config.rope_table(2 * num_positions, self.options.compute_dtype)
+            self._rope = table.to(self._master.device)

@@ -1,0 +1,135 @@
+"""The drafter's training forward: several drafted steps at once for every column.
+
+At step 0 a column's query attends causally to the pairs of its own document within the window. At
+step i it attends to the same pairs and to its own column's keys of steps 1 to i, just as a chain
+drafted from that pair does when serving.
+
+Shape letters: as in `micro_batch`; T rows, D drafter width, H query heads, G key/value heads, E
+head width.
+Source: training-time test of EAGLE-3 (arXiv 2503.01840), Llama scheme.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ratoon.drafter.micro_batch import MicroBatch
+from ratoon.drafter.model import DrafterConfig, DrafterWeights
+from ratoon.drafter.training_ops import TrainedLinear, rms_norm
+from ratoon.models.decoder import apply_rope
+
+
+class TrainedDrafter:
+    """The drafter's computation over compute copies of its tensors, with gradients.
+
+    Norm weights get `.grad`; the matrices collect theirs (see `TrainedLinear`).
+    """
+
+    def __init__(self, config: DrafterConfig, weights: DrafterWeights) -> None:
+        self.config = config
+        # The order of DrafterWeights.
+        self._matrices = tuple(TrainedLinear(weight) for weight in weights[:6])
+        self._norms = tuple(norm.detach().requires_grad_() for norm in weights[6:])
+        self.fc, self.qkv, self.o, self.gate_up, self.down, self.head = self._matrices
+        self.input_norm, self.hidden_norm, self.post_norm, self.norm = self._norms
+
+    def head_inputs(self, embedding: Tensor, batch: MicroBatch, rope: Tensor) -> Tensor:
+        """What the draft head reads at each unroll step, `[K, Q, D]`.
+
+        `embedding [V, D]` is the target's, in the dtype of the weights; `rope [2, P, E]` must
+        reach the last position plus the number of unroll steps.
+        """
+        queries = batch.num_queries
+        hidden = self.fc(batch.features)
+        query, key, value = self._project(
+            _embed(embedding, batch.next_ids), hidden, _at(rope, batch.positions)
+        )
+        hidden, query = hidden[:queries], query[:queries]
+        positions = batch.positions[:queries]
+        mask = batch.attention_mask(self.config.window)
+        own = torch.eye(queries, dtype=torch.bool, device=mask.device)
+        outputs = []
+        for step, ids in enumerate(batch.step_ids):
+            if step:
+                query, own_key, own_value = self._project(
+                    _embed(embedding, ids), hidden, _at(rope, positions + step)
+                )
+                key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
+                mask = torch.cat([mask, own], dim=1)
+            hidden = self._finish(attend(query, key, value, mask), hidden)
+            outputs.append(rms_norm(hidden, self.norm, self.config.rms_norm_eps))
+        return torch.stack(outputs)
+
+    @torch.no_grad()
+    def write_gradients(self, out: DrafterWeights) -> None:
+        """Fill `out` with the gradients gathered since the last call, and forget them."""
+        for matrix, view in zip(self._matrices, out[:6], strict=True):
+            matrix.write_gradient(view)
+        for norm, view in zip(self._norms, out[6:], strict=True):
+            view.copy_(cast(Tensor, norm.grad))
+            norm.grad = None
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients gathered so far."""
+        for matrix in self._matrices:
+            matrix.discard()
+        for norm in self._norms:
+            norm.grad = None
+
+    def _project(
+        self, embedded: Tensor, hidden: Tensor, rope: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `[T, H, E]`, rotated keys and values `[T, G, E]`.
+
+        `embedded`, `hidden` `[T, D]`; `rope [2, T, 1, E]` holds each row's cosines and sines.
+        """
+        config, eps = self.config, self.config.rms_norm_eps
+        left = rms_norm(embedded, self.input_norm, eps)
+        joined = torch.cat([left, rms_norm(hidden, self.hidden_norm, eps)], dim=-1)
+        parts = self.qkv(joined).view(len(joined), -1, config.head_dim)
+        rotated, value = torch.split(
+            parts, [config.num_heads + config.num_kv_heads, config.num_kv_heads], 1
+        )
+        rotated = apply_rope(rotated, rope[0], rope[1])
+        query, key = torch.split(rotated, [config.num_heads, config.num_kv_heads], 1)
+        return query, key, value
+
+    def _finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """From attention's result `[T, H*E]` and the residual `[T, D]` to the layer's output."""
+        x = hidden + self.o(attended)
+        gate_up = self.gate_up(rms_norm(x, self.post_norm, self.config.rms_norm_eps))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Grouped-query attention of `query [Q, H, E]` over `key, value [S, G, E]` to `[Q, H*E]`.
+
+    `mask [Q, S]` is True where a query sees a key. The heads that share a key are folded into the
+    query axis, so keys are not repeated.
+    """
+    queries, heads, width = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    folded = query.reshape(queries, groups, share, width).permute(1, 2, 0, 3)
+    out = F.scaled_dot_product_attention(
+        folded.reshape(1, groups, share * queries, width),
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask.repeat(share, 1),
+    )
+    unfolded = out.view(groups, share, queries, width).permute(2, 0, 1, 3)
+    return unfolded.reshape(queries, heads * width)
+
+
+def _embed(embedding: Tensor, ids: Tensor) -> Tensor:
+    """Embeddings of `ids`, outside the graph: the target learns nothing from the drafter."""
+    return embedding.detach()[ids]
+
+
+def _at(rope: Tensor, positions: Tensor) -> Tensor:
+    return rope[:, positions].unsqueeze(2)
