@@ -20,7 +20,7 @@ from pathlib import Path
 from ratoon.errors import CapabilityError, CheckpointError
 from ratoon.models.directories import whole_directory
 from ratoon.models.gguf_model import convert_gguf
-from ratoon.models.hf_config import read_config
+from ratoon.models.hf_config import read_config, write_json
 
 RECEIPT = "ratoon_fetch.json"
 
@@ -96,7 +96,7 @@ def _holds(directory: Path, receipt: dict[str, str]) -> bool:
 
 
 def _write_receipt(directory: Path, receipt: dict[str, str]) -> None:
-    (directory / RECEIPT).write_text(json.dumps(receipt) + "\n", encoding="utf-8")
+    write_json(directory / RECEIPT, receipt)
 
 
 def _fetch_packaged(
@@ -201,8 +201,8 @@ def _fetch_hub(name: str, directory: Path, receipt: dict[str, str]) -> None:
                 raise
             # The hub's client raises errors without a number when it cannot reach the hub.
             raise CapabilityError(
-                f"{name}: the hub cannot be reached ({type(error).__name__}). Check the network, or "
-                "copy a model directory here and give its path instead."
+                f"{name}: the hub cannot be reached ({type(error).__name__}). Check the network, "
+                "or copy a model directory here and give its path instead."
             ) from error
         shutil.rmtree(part / ".cache", ignore_errors=True)
         _write_receipt(part, receipt)

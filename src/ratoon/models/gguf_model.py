@@ -6,7 +6,6 @@ those of the model that was quantised. Needs the package `gguf` (extra `gguf`).
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ratoon.errors import CapabilityError, CheckpointError
 from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.models.hf_config import write_json
 from ratoon.models.hf_io import save_decoder, stored_views
 
 if TYPE_CHECKING:
@@ -129,9 +129,7 @@ def _gguf_name(name: str) -> str:
     return f"blk.{index}.{_LAYER_NAMES[part]}.{kind}"
 
 
-def _read_decoder(
-    reader: GGUFReader, config: DecoderConfig, file: Path
-) -> tuple[Decoder, str]:
+def _read_decoder(reader: GGUFReader, config: DecoderConfig, file: Path) -> tuple[Decoder, str]:
     from gguf.quants import dequantize
 
     with torch.device("meta"):
@@ -184,7 +182,8 @@ def _write_tokenizer(
     )
     if kind != ("gpt2", "smollm"):
         raise CapabilityError(
-            f"{file}: tokenizer {'/'.join(kind)} is not supported from GGUF; supported: gpt2/smollm."
+            f"{file}: tokenizer {'/'.join(kind)} is not supported from GGUF; "
+            "supported: gpt2/smollm."
         )
     tokens = _field(reader, "tokenizer.ggml.tokens", file)
     types = _field(reader, "tokenizer.ggml.token_type", file)
@@ -220,5 +219,4 @@ def _write_tokenizer(
     template = reader.get_field("tokenizer.chat_template")
     if template is not None:
         settings["chat_template"] = template.contents()
-    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    write_json(directory / "tokenizer_config.json", settings)

@@ -55,6 +55,11 @@ def read_json(path: Path) -> Json:
     return value
 
 
+def write_json(path: Path, value: Json) -> None:
+    """Write one JSON object, readable by people."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def read_config(directory: Path) -> DecoderConfig:
     """Read `config.json` (and the end-of-sequence ids of `generation_config.json`).
 
@@ -81,7 +86,9 @@ def family_of(raw: Mapping[str, Any], path: Path) -> Family:
     """
     named = raw.get("architectures") or []
     for family in FAMILIES.values():
-        if family.architecture in named or (not named and raw.get("model_type") == family.model_type):
+        if family.architecture in named or (
+            not named and raw.get("model_type") == family.model_type
+        ):
             return family
     found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
     supported = ", ".join(family.architecture for family in FAMILIES.values())
@@ -142,7 +149,9 @@ def _read_rope(raw: Mapping[str, Any], path: Path) -> tuple[float, Json | None]:
     `rope_scaling`, whose kind is called `type` in the oldest.
     """
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = _number({"rope_theta": rope.get("rope_theta", raw.get("rope_theta"))}, "rope_theta", path, 1e4)
+    theta = _number(
+        {"rope_theta": rope.get("rope_theta", raw.get("rope_theta"))}, "rope_theta", path, 1e4
+    )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -171,11 +180,15 @@ _LLAMA_ONLY: tuple[tuple[str, Any], ...] = (
 )
 
 
-def _refuse_other_values(raw: Mapping[str, Any], path: Path, allowed: Iterable[tuple[str, Any]]) -> None:
+def _refuse_other_values(
+    raw: Mapping[str, Any], path: Path, allowed: Iterable[tuple[str, Any]]
+) -> None:
     for key, only in allowed:
         value = raw.get(key, only)
         if value is not None and value != only:
-            raise CapabilityError(f"{path}: {key} = {value!r} is not supported; supported: {only!r}.")
+            raise CapabilityError(
+                f"{path}: {key} = {value!r} is not supported; supported: {only!r}."
+            )
 
 
 def _read_llama(raw: Json, path: Path) -> DecoderConfig:
@@ -190,7 +203,9 @@ def _read_llama(raw: Json, path: Path) -> DecoderConfig:
             f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly."
         )
     if head_dim % 2:
-        raise CheckpointError(f"{path}: head_dim is {head_dim}; rotary embeddings need an even one.")
+        raise CheckpointError(
+            f"{path}: head_dim is {head_dim}; rotary embeddings need an even one."
+        )
     theta, scaling = _read_rope(raw, path)
     bos, pad = _ids(raw, "bos_token_id", path), _ids(raw, "pad_token_id", path)
     return DecoderConfig(
@@ -259,5 +274,7 @@ def _llama_tensors(config: DecoderConfig) -> TensorNames:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", "LlamaForCausalLM", "llama", _read_llama, _write_llama, _llama_tensors),
+    "llama": Family(
+        "llama", "LlamaForCausalLM", "llama", _read_llama, _write_llama, _llama_tensors
+    ),
 }

@@ -7,9 +7,10 @@ one shard (saving).
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from ratoon.errors import CheckpointError
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.directories import whole_directory
-from ratoon.models.hf_config import FAMILIES, read_config, read_json, write_config
+from ratoon.models.hf_config import FAMILIES, read_config, read_json, write_config, write_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,7 +38,8 @@ CARRIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_DTYPES = ("F64", "F32", "F16", "BF16")
 _MAX_NAMED = 5
 
 
@@ -119,7 +121,9 @@ def _weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a directory, all of them present."""
     if (directory / INDEX).exists():
         listed = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        if not isinstance(listed, dict) or not all(
+            isinstance(name, str) for name in listed.values()
+        ):
             raise CheckpointError(f"{directory / INDEX}: has no weight_map from tensors to files.")
         files = [directory / Path(name).name for name in sorted(set(listed.values()))]
         missing = [file.name for file in files if not file.exists()]
@@ -138,58 +142,75 @@ def _weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory}: neither {WEIGHTS} nor {INDEX} is there.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor is, as the header of its file says."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
 def _read_tensors(directory: Path, targets: dict[str, Tensor], tied: bool) -> None:
-    """Fill the views `targets` from the files; each exactly once."""
-    unread, unknown, misshaped = dict(targets), [], []
-    head: Tensor | None = None
+    """Fill the views `targets` from the files, after every name and shape has been checked."""
+    inventory: dict[str, _Stored] = {}
     for file in _weight_files(directory):
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():
-                    if name.endswith("rotary_emb.inv_freq"):
-                        continue  # Old files store this constant of the configuration.
-                    if name == "lm_head.weight" and tied:
-                        head = stored.get_tensor(name)
-                    elif name not in unread:
-                        unknown.append(name)
-                    elif (found := tuple(stored.get_slice(name).get_shape())) != unread[name].shape:
-                        misshaped.append(f"{name} {list(found)} instead of {list(unread.pop(name).shape)}")
-                    else:
-                        unread.pop(name).copy_(_plain(stored.get_tensor(name), name, file))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: damaged or not a safetensors file ({error}).") from error
-    complaints = [
-        f"{problem}: {_named(found)}"
-        for problem, found in (
-            ("missing tensors", list(unread)),
-            ("unknown or repeated tensors", unknown),
-            ("tensors of another shape", misshaped),
-        )
-        if found
-    ]
-    if complaints:
-        raise CheckpointError(f"{directory}: does not fit its config.json; " + "; ".join(complaints))
-    if head is not None:
-        _check_tied(directory, head, targets)
-
-
-def _check_tied(directory: Path, head: Tensor, targets: dict[str, Tensor]) -> None:
-    """A stored head beside a tied embedding must repeat it."""
-    embedding = targets["model.embed_tokens.weight"]
-    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
+        with _opened(file) as weights:
+            for name in weights.keys():  # noqa: SIM118 - is no mapping
+                part = weights.get_slice(name)
+                inventory[name] = _Stored(file, tuple(part.get_shape()), part.get_dtype())
+    _check_inventory(directory, inventory, targets, tied)
+    wanted = dict(targets)
+    if tied and _HEAD in inventory:
+        wanted[_HEAD] = torch.empty_like(targets[_EMBEDDING])
+    for file in dict.fromkeys(stored.file for stored in inventory.values()):
+        with _opened(file) as weights:
+            for name, target in wanted.items():
+                if inventory[name].file == file:
+                    target.copy_(weights.get_tensor(name))
+    if _HEAD in wanted and tied and not torch.equal(wanted[_HEAD], wanted[_EMBEDDING]):
         raise CheckpointError(
-            f"{directory}: config.json ties lm_head.weight to the embedding, but the stored "
-            "lm_head.weight differs. Set tie_word_embeddings to false if the head is meant."
+            f"{directory}: config.json ties {_HEAD} to the embedding, but the stored {_HEAD} "
+            "differs. Set tie_word_embeddings to false if the head is meant."
         )
 
 
-def _plain(tensor: Tensor, name: str, file: Path) -> Tensor:
-    if tensor.dtype not in _DTYPES:
-        raise CheckpointError(
-            f"{file}: {name} is stored as {tensor.dtype}; quantised weights are not supported, "
-            "only float64, float32, float16 and bfloat16."
-        )
-    return tensor
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """An open safetensors file (untyped there); damage is a `CheckpointError`."""
+    try:
+        with safe_open(file, framework="pt") as weights:
+            yield weights
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: damaged or not a safetensors file ({error}).") from error
+
+
+def _check_inventory(
+    directory: Path, inventory: dict[str, _Stored], targets: dict[str, Tensor], tied: bool
+) -> None:
+    shapes = {name: tuple(target.shape) for name, target in targets.items()}
+    if tied and _HEAD in inventory:
+        shapes[_HEAD] = shapes[_EMBEDDING]
+    # Old files store the rotation's frequencies, a constant of the configuration.
+    extra = [name for name in inventory if name not in shapes and "rotary_emb" not in name]
+    known = {name: stored for name, stored in inventory.items() if name in shapes}
+    complaints = {
+        "missing tensors": [name for name in shapes if name not in inventory],
+        "unknown tensors": extra,
+        "tensors of another shape": [
+            f"{name} {list(stored.shape)} instead of {list(shapes[name])}"
+            for name, stored in known.items()
+            if stored.shape != shapes[name]
+        ],
+        f"tensors of a quantised type (supported: {', '.join(_DTYPES)})": [
+            f"{name} {stored.dtype}"
+            for name, stored in known.items()
+            if stored.dtype not in _DTYPES
+        ],
+    }
+    told = [f"{problem}: {_named(names)}" for problem, names in complaints.items() if names]
+    if told:
+        raise CheckpointError(f"{directory}: does not fit its config.json; {'; '.join(told)}.")
 
 
 def _named(names: list[str]) -> str:
@@ -212,20 +233,24 @@ def _write_shards(
         size += num_bytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
+        file = (
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
+        )
         # Stored tensors must not share memory; converted copies live only as long as the shard.
         copies = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in shard.items()}
         try:
             save_file(copies, part / file, metadata={"format": "pt"})
         except SafetensorError as error:
             # safetensors hides the error number of a failed write.
-            raise CheckpointError(f"{file}: cannot be written ({error}); is the disk full?") from error
-        # safetensors makes private files; weights are as readable as the directory that they are in.
+            raise CheckpointError(
+                f"{file}: cannot be written ({error}); is the disk full?"
+            ) from error
+        # safetensors makes private files; weights are as readable as their directory.
         (part / file).chmod(part.stat().st_mode & 0o666)
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
-        _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_settings(
@@ -240,11 +265,7 @@ def _write_settings(
         for name in CARRIED_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, part / name)
-    _write_json(part / "config.json", settings)
+    write_json(part / "config.json", settings)
     if not (part / "generation_config.json").exists():
         ids = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _write_json(part / "generation_config.json", ids)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(part / "generation_config.json", ids)

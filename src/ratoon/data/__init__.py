@@ -1,0 +1,1 @@
+"""Prompts and examples: from files, from reasoning-gym, or generated."""

@@ -1,0 +1,26 @@
+"""The very answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratoon.errors import DataError
+from ratoon.records import Prompt
+from ratoon.rl.rewards.base import Reward
+
+
+@dataclass(frozen=True, slots=True)
+class ExactReward(Reward):
+    """1 if the response, without outer white space, is the answer, else 0."""
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a prompt without an answer."""
+        if prompt.answer is None:
+            raise DataError(
+                f"{prompt.dataset}, row {prompt.row}: the reward `exact` needs an answer; map the "
+                "column that holds it."
+            )
+
+    def __call__(self, prompt: Prompt, text: str) -> float:
+        """Compare character by character."""
+        return float(prompt.answer is not None and text.strip() == prompt.answer.strip())
