@@ -8,16 +8,16 @@ over the features kept in its window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ratoon.errors import CapabilityError, ConfigError
-from ratoon.models.decoder import Decoder
 from ratoon.models.kv_cache import round_up_width
-from ratoon.records import Completion, Request
+from ratoon.records import Completion, Request, SamplingParams
+from ratoon.rollout.native.carry import main_path_first, num_final, with_chain
 from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.forward import InferenceModel, attention_mask
 from ratoon.rollout.native.prompts import PromptQueue
@@ -25,7 +25,7 @@ from ratoon.rollout.native.rows import Rows
 from ratoon.sampling.keyed_noise import sequence_key
 from ratoon.sampling.select import Selector
 from ratoon.speculation.strategy import PLAIN, Strategy
-from ratoon.speculation.tree import Tree, ancestor_mask
+from ratoon.speculation.tree import Tree, ancestor_mask, root_only
 from ratoon.speculation.verify import walk
 
 
@@ -60,61 +60,54 @@ class RolloutEngine:
     """Generates responses for requests; `step` until `has_work` is false.
 
     `strategy_rule(num_live)` names the strategy of the next decode step. Any rule, and any
-    drafter, gives the same tokens.
+    drafter, gives the same tokens. `confirm` keeps the bits of plain decoding too, where the
+    kernels allow it (see `carry`); without it, rounding may flip a near-tie.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: InferenceModel,
         *,
         max_rows: int,
         max_length: int,
-        dtype: torch.dtype,
         vocab_limit: int,
         drafting: Drafting | None = None,
         strategy_rule: Callable[[int], Strategy] = lambda num_live: PLAIN,
         collect: bool = False,
+        confirm: bool = True,
         prefill_chunk: int = 128,
-        taps: Sequence[int] = (),
     ) -> None:
-        if max_length > decoder.config.max_positions:
+        config = model.config
+        if max_length > config.max_positions:
             raise CapabilityError(
-                f"max_length is {max_length}, but the model has {decoder.config.max_positions} "
+                f"max_length is {max_length}, but the model has {config.max_positions} "
                 "positions; lower rollout.max_length"
             )
+        self.model = model
+        self.policy_version = 0
+        self.collect = collect
+        self._confirm = confirm
         self._drafting = drafting
         self._rule = strategy_rule
-        self._collect = collect or (drafting is not None and drafting.needs_features)
-        self._taps = tuple(taps) if self._collect else ()
-        self._dtype = dtype
         self._max_rows = max_rows
         self._max_length = max_length
-        self._num_positions = max_length + (drafting.max_nodes if drafting else 1)
-        self._vocab_limit = vocab_limit
-        self._prefill_chunk = prefill_chunk
         self._requests: list[Request] = []
+        self._params = SamplingParams()
         self._prefilling = False
-        self.policy_version = 0
         self._stats = EngineStats()
-        self._build(decoder)
-
-    def _build(self, decoder: Decoder) -> None:
-        self.model = InferenceModel(
-            decoder, num_positions=self._num_positions, dtype=self._dtype, taps=self._taps
-        )
-        config = decoder.config
-        cache = self.model.make_cache(self._max_rows, self._num_positions)
+        cache = model.make_cache(max_rows, positions_needed(max_length, drafting))
+        keeps_states = collect or (drafting is not None and drafting.needs_features)
         self.rows = Rows(
             cache,
-            num_slots=self._max_rows,
-            feature_width=len(self._taps) * config.hidden_size,
-            hidden_width=config.hidden_size if self._collect else 0,
-            dtype=self._dtype,
+            num_slots=max_rows,
+            feature_width=len(model.taps) * config.hidden_size if keeps_states else 0,
+            hidden_width=config.hidden_size if keeps_states else 0,
+            dtype=model.dtype,
         )
-        self._queue = PromptQueue(self.model, self.rows, self._prefill_chunk)
+        self._queue = PromptQueue(model, self.rows, prefill_chunk)
         device = cache.data.device
-        self._selector = Selector(config.vocab_size, self._vocab_limit, device)
-        self._eos = torch.empty(self._max_rows, 0, dtype=torch.int64, device=device)
+        self._selector = Selector(config.vocab_size, vocab_limit, device)
+        self._eos = torch.empty(max_rows, 0, dtype=torch.int64, device=device)
 
     @property
     def has_work(self) -> bool:
@@ -140,16 +133,20 @@ class RolloutEngine:
                 f"{request.max_tokens} does not fit rollout.max_length {self._max_length}; prompts "
                 "need at least one token, responses at least one, and both together must fit"
             )
+        if self.has_work and request.params != self._params:
+            raise ConfigError(
+                f"a request with {request.params} while others with {self._params} are live; one "
+                "engine decodes one set of sampling parameters at a time"
+            )
+        self._params = request.params
         self._queue.push(request)
 
-    def update_policy(self, decoder: Decoder, version: int) -> None:
-        """Serve other weights. Raises `RuntimeError` while requests are live."""
+    def use_model(self, model: InferenceModel, version: int) -> None:
+        """Serve other weights. Raises `RuntimeError` while requests are live or waiting."""
         if self.has_work:
-            raise RuntimeError("update_policy while requests are live or waiting")
-        self.model = InferenceModel(
-            decoder, num_positions=self._num_positions, dtype=self._dtype, taps=self._taps
-        )
-        self._queue.use_model(self.model)
+            raise RuntimeError("the policy's weights change only between rollouts")
+        self.model = model
+        self._queue.use_model(model)
         self.policy_version = version
 
     def use_rule(self, rule: Callable[[int], Strategy]) -> None:
@@ -183,6 +180,7 @@ class RolloutEngine:
         device = rows.lengths.device
         rows.tokens[slot, :length] = torch.tensor(request.prompt_ids, device=device)
         rows.lengths[slot] = length - 1
+        rows.carried[slot] = 0
         rows.last_positions[slot] = length + request.max_tokens - 1
         rows.sequence_keys[slot] = torch.tensor(sequence_key(request.key), device=device)
         self._set_eos(slot, request.eos_ids)
@@ -202,7 +200,7 @@ class RolloutEngine:
         rows = self.rows
         num_live = rows.num_live
         strategy = self._rule(num_live)
-        tree = self._draft(strategy)
+        tree, carried = self._draft(strategy)
         hidden, features = self._forward(tree)
         logits = self.model.logits(hidden).view(num_live, tree.tokens.shape[1], -1)
         verified = walk(
@@ -211,28 +209,35 @@ class RolloutEngine:
             rows.sequence_keys[:num_live],
             rows.lengths[:num_live] + 1,
             self._selector,
-            self._requests[0].params,
+            self._params,
         )
-        counts = self._clip(verified.tokens, verified.counts)
+        known = self._clip(verified.tokens, verified.counts)
+        final = num_final(verified.path, known) if self._confirm else known
         states = features.new_empty(*tree.tokens.shape, 0)
-        if self._collect:
+        if rows.hidden.shape[-1]:
             states = torch.cat([features, hidden], dim=-1).view(*tree.tokens.shape, -1)
-        rows.commit(verified.path, verified.tokens, verified.logprobs, counts, states)
+        rows.commit(verified, known, final, states)
         if self._drafting is not None:
-            self._drafting.committed(tree, verified, counts, strategy)
-        self._count(strategy, tree, counts)
-        return self._finish(verified.tokens, counts)
+            self._drafting.committed(tree, verified, known, carried)
+        self._count(strategy, tree, final)
+        return self._finish(verified.tokens, final)
 
-    def _draft(self, strategy: Strategy) -> Tree:
-        roots = self._roots()
-        if strategy == PLAIN or self._drafting is None:
-            return Tree.of_roots(roots)
-        return self._drafting.draft(strategy, roots, self.rows, self._requests[0].params)
-
-    def _roots(self) -> Tensor:
+    def _draft(self, strategy: Strategy) -> tuple[Tree, Tensor]:
+        """The step's trees, and how many carried tokens each begins with."""
         rows = self.rows
-        lengths = rows.lengths[: rows.num_live, None]
-        return rows.tokens[: rows.num_live].gather(1, lengths)[:, 0]
+        num_live = rows.num_live
+        carried = rows.carried[:num_live].clone()
+        chain = rows.chain(num_live)
+        roots = chain.gather(1, carried[:, None])[:, 0]
+        if strategy.is_plain or self._drafting is None:
+            tree = root_only(roots)
+        else:
+            tree = self._drafting.draft(strategy, roots, rows, self._params.temperature)
+            if self._confirm:
+                tree = main_path_first(tree)
+        if chain.shape[1] > 1:
+            tree = with_chain(tree, chain[:, :-1], carried)
+        return tree, carried
 
     def _forward(self, tree: Tree) -> tuple[Tensor, Tensor]:
         rows = self.rows
@@ -250,7 +255,7 @@ class RolloutEngine:
         )
 
     def _clip(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Commit nothing after an end-of-sequence id or beyond the row's last position."""
+        """How many tokens to keep: none behind an end of sequence or the row's last position."""
         num_live, depth = tokens.shape
         ends = (tokens[:, :, None] == self._eos[:num_live, None]).any(-1)
         levels = torch.arange(depth, device=tokens.device)
@@ -265,7 +270,7 @@ class RolloutEngine:
         stats.tokens += committed
         stats.rows_decoded += num_live
         stats.live_batch.append(num_live)
-        if strategy == PLAIN:
+        if strategy.is_plain:
             stats.plain_steps += 1
             return
         stats.speculative_steps += 1
@@ -302,7 +307,7 @@ class RolloutEngine:
             finish="stop" if finish == "stop" else "length",
             policy_version=self.policy_version,
         )
-        if not self._collect:
+        if not self.collect:
             return Finished(completion, None, None)
         return Finished(
             completion,
@@ -321,3 +326,8 @@ class RolloutEngine:
             self._eos[slot] = self._eos[last]
             self._requests[slot] = self._requests[last]
         self._requests.pop()
+
+
+def positions_needed(max_length: int, drafting: Drafting | None) -> int:
+    """Cache positions for sequences of `max_length` tokens and the tree behind them."""
+    return max_length + (2 * drafting.max_nodes if drafting is not None else 1)

@@ -3,7 +3,7 @@
 Live rows are slots `0 .. num_live-1`; a finished row's slot is filled by the last live row, so
 every step works on leading views and nothing is gathered.
 
-Shape letters: S slots, P positions, D width, K committed tokens of a step.
+Shape letters: S slots, B live rows, P positions, D width, N tree nodes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from ratoon.models.kv_cache import KVCache
+from ratoon.speculation.verify import Verified
 
 
 class Rows:
     """Tokens, lengths, keys, log-probabilities and (when collected) states of each slot.
 
     `lengths[s]` counts the positions whose keys and values are cached; the token at that position
-    is known already (the root of the next step's tree).
+    is final (the root of the next step's tree), the `carried[s]` tokens behind it are known but
+    not yet confirmed.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Rows:
         self.tokens = torch.zeros(num_slots, size, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(num_slots, size, device=device)
         self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.carried = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.last_positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.sequence_keys = torch.zeros(num_slots, 2, dtype=torch.int64, device=device)
         self.features = torch.empty(num_slots, size, feature_width, dtype=dtype, device=device)
@@ -49,24 +52,30 @@ class Rows:
         offsets = torch.arange(num_new, device=device)
         return (starts + self.lengths[:num_rows])[:, None] + offsets
 
-    def commit(
-        self, path: Tensor, tokens: Tensor, logprobs: Tensor, counts: Tensor, states: Tensor
-    ) -> None:
-        """Append each row's accepted tokens and keep the keys and values of their parents.
+    def chain(self, num_rows: int) -> Tensor:
+        """Final token and carried tokens `[B, M + 1]` of the first rows, padded at the end."""
+        longest = int(self.carried[:num_rows].max())
+        offsets = torch.arange(longest + 1, device=self.lengths.device)
+        positions = (self.lengths[:num_rows, None] + offsets).clamp_max(self.tokens.shape[1] - 1)
+        return self.tokens[:num_rows].gather(1, positions)
 
-        Shapes: `path [B, K]` tree node that each token was selected at, `tokens [B, K]`,
-        `logprobs [B, K]`, `counts [B]` how many of the K are committed, `states [B, N, X]`
-        features and final states of all nodes, side by side.
+    def commit(
+        self, verified: Verified, known: Tensor, final: Tensor, states: Tensor
+    ) -> None:
+        """Append each row's tokens and keep the keys and values of the nodes they come from.
+
+        Shapes: `known [B]` tokens of each row become known, `final [B]` of them are final;
+        `states [B, N, X]` features and final-norm states of all nodes, side by side.
         """
+        path, tokens, logprobs, _ = verified
         num_rows, depth = tokens.shape
         device = tokens.device
-        kept = torch.arange(depth, device=device) < counts[:, None]
-        row, level = kept.nonzero(as_tuple=True)
+        row, level = (torch.arange(depth, device=device) < known[:, None]).nonzero(as_tuple=True)
         node = path[row, level]
         start = self.lengths[:num_rows][row]
         self.tokens[row, start + level + 1] = tokens[row, level]
         self.logprobs[row, start + level + 1] = logprobs[row, level]
-        moved = node != level
+        moved = (node != level) & (level < final[row])
         base = row * self.cache.num_positions + start
         self.cache.copy_entries((base + node)[moved], (base + level)[moved])
         if states.shape[-1]:
@@ -74,15 +83,21 @@ class Rows:
             width = self.features.shape[-1]
             self.features[row, start + level] = chosen[:, :width]
             self.hidden[row, start + level] = chosen[:, width:]
-        self.lengths[:num_rows] += counts
+        self.lengths[:num_rows] += final
+        self.carried[:num_rows] = known - final
 
     def move(self, source: int, target: int) -> None:
         """Copy everything of one slot to another."""
-        length = int(self.lengths[source])
+        length = int(self.lengths[source] + self.carried[source])
         self.cache.copy_row(source, target, length)
         self.features[target, :length] = self.features[source, :length]
         self.hidden[target, :length] = self.hidden[source, :length]
-        for values in (self.tokens, self.logprobs, self.lengths):
+        for values in (
+            self.tokens,
+            self.logprobs,
+            self.lengths,
+            self.carried,
+            self.last_positions,
+            self.sequence_keys,
+        ):
             values[target] = values[source]
-        self.last_positions[target] = self.last_positions[source]
-        self.sequence_keys[target] = self.sequence_keys[source]
