@@ -42,9 +42,11 @@ class KVCache:
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self._entries = self.data.view(2 * num_layers, num_slots * self.num_positions, -1)
 
-    def layer(self, index: int, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Views `[B, G, W, E]` of one layer's keys and values of the first rows."""
-        both = self.data[:, index, :num_rows, :width].transpose(2, 3)
+    def layer(
+        self, index: int, first_slot: int, num_rows: int, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Views `[B, G, W, E]` of one layer's keys and values of `num_rows` neighbouring slots."""
+        both = self.data[:, index, first_slot : first_slot + num_rows, :width].transpose(2, 3)
         return both[0], both[1]
 
     def flat_layer(self, index: int) -> tuple[Tensor, Tensor]:
