@@ -103,7 +103,7 @@ class _Reward(Settings):
 
 
 class NumberReward(_Reward):
-    """1 if the last number of the response equals the answer, else 0."""
+    """1 if the number after the last `Answer:`, or else the last one, is the answer, else 0."""
 
     kind: Literal["number"] = "number"
 
@@ -163,7 +163,7 @@ class RewardRuntime(Settings):
     """How rewards are computed, beside the rollout."""
 
     workers: int = Field(1, ge=1, le=64, description="Worker processes.")
-    timeout_s: float = Field(10.0, gt=0, description="Longest time of one reward. Seconds.")
+    timeout_s: float = Field(10.0, gt=0, description="Longest time for one response. Seconds.")
     on_error: Literal["fail", "count"] = Field(
         "fail",
         description="What a reward that raises, hangs, or returns NaN or None does: `fail` ends "

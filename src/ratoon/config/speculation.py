@@ -20,10 +20,14 @@ class Speculation(Settings):
         "Both together fill one tree.",
     )
     depth: int = Field(4, ge=1, le=16, description="Tokens guessed ahead at most.")
-    branching: int = Field(4, ge=1, le=16, description="Candidates for each token.")
-    beam: int = Field(4, ge=1, le=16, description="Candidates followed up per level.")
+    branching: int = Field(
+        4, ge=1, le=32, description="Candidates that each drafter gives per node. Candidates."
+    )
+    beam: int = Field(
+        4, ge=1, le=128, description="Nodes of a level that get candidates of their own. Nodes."
+    )
     budget: int = Field(
-        12, ge=2, le=64, description="Tree nodes verified per sequence and step, root included."
+        12, ge=1, le=128, description="Candidates verified per sequence and step. Candidates."
     )
     max_live_batch: int = Field(
         8, ge=1, description="Guess ahead while at most this many sequences are live."
@@ -43,9 +47,9 @@ class Speculation(Settings):
         if not self.enabled:
             forbid_without_effect("speculation", self, "speculation.enabled is false", "enabled")
         require(
-            self.budget > self.depth,
-            f"speculation.budget = {self.budget} must exceed speculation.depth = {self.depth}: "
-            "the root and one node for each level are the smallest tree that deep",
+            self.budget >= self.depth,
+            f"speculation.budget = {self.budget} must be >= speculation.depth = {self.depth}: "
+            "one candidate for each level is the smallest tree that deep",
         )
         return self
 
@@ -70,12 +74,12 @@ class Drafter(Settings):
     unroll: int = Field(
         2, ge=1, le=8, description="Training follows the drafter's own output so many steps."
     )
-    lr: float = Field(3e-4, gt=0, lt=1, description="Learning rate of its AdamW.")
-    batch_tokens: int = Field(1024, ge=64, description="Tokens in one optimizer step.")
+    lr: float = Field(5e-4, gt=0, lt=1, description="Learning rate of its AdamW.")
+    batch_tokens: int = Field(512, ge=32, description="Tokens in one optimizer step.")
     loss: Literal["kl", "tv", "hybrid"] = Field(
         "hybrid",
-        description="`kl` imitates the policy, `tv` maximises acceptance, `hybrid` moves from the "
-        "first to the second as acceptance grows.",
+        description="`kl` imitates the policy's distribution, `tv` raises the chance of a match, "
+        "`hybrid` is their sum.",
     )
 
 

@@ -18,8 +18,11 @@ class Display(Protocol):
     `update_frac` (share of the update that is done, 0 to 1).
     """
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        """Begin a phase of `total` steps (None: unknown); ends the phase before it."""
+    def phase(self, name: str, total: int | None = None, *, done: int = 0) -> None:
+        """Begin a phase of `total` steps (None: unknown), `done` of them already, by a resume.
+
+        Ends the phase before it.
+        """
         ...
 
     def step(self, step: int, values: Values) -> None:
@@ -34,7 +37,7 @@ class Display(Protocol):
         """Say something that must not be overlooked, such as a fallback."""
         ...
 
-    def close(self) -> None:
+    def close(self, *, succeeded: bool = True) -> None:
         """End the display and leave the terminal as it was."""
         ...
 
@@ -42,7 +45,7 @@ class Display(Protocol):
 class Silent:
     """Shows nothing: for tests and libraries."""
 
-    def phase(self, name: str, total: int | None = None) -> None:
+    def phase(self, name: str, total: int | None = None, *, done: int = 0) -> None:
         """Ignore it."""
 
     def step(self, step: int, values: Values) -> None:
@@ -54,5 +57,5 @@ class Silent:
     def note(self, text: str) -> None:
         """Ignore it."""
 
-    def close(self) -> None:
+    def close(self, *, succeeded: bool = True) -> None:
         """Do nothing."""

@@ -37,9 +37,9 @@ class Observer:
         """An observer of another folder that shares this one's display and clock."""
         return Observer(folder, self.display, self.clock)
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        """Begin a phase of `total` steps, such as "GRPO"."""
-        self.display.phase(name, total)
+    def phase(self, name: str, total: int | None = None, *, done: int = 0) -> None:
+        """Begin a phase of `total` steps, such as "GRPO"; `done` of them before a resume."""
+        self.display.phase(name, total, done=done)
 
     def status(self, **values: str | int | float) -> None:
         """Show what is going on inside a step; see `Display` for the keys."""

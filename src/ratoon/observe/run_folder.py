@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from ratoon.errors import CapabilityError, ConfigError
 from ratoon.observe.files import to_json, write_atomically
 
 DEFAULT_FREE_BYTES = 500_000_000
+# Size of a timeline without spans.
+_EMPTY_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,22 @@ class RunFolder:
     def drafter(self) -> Path:
         """The trained drafter, a by-product."""
         return self.path / "drafter"
+
+    def remove_if_unused(self) -> None:
+        """Take back what `create` made, if the run ended before it wrote anything of its own."""
+        for file in (self.metrics, self.timeline):
+            if file.exists() and file.stat().st_size > _EMPTY_BYTES:
+                return
+        if any(folder.is_dir() and any(folder.iterdir()) for folder in self._folders()):
+            return
+        for file in (self.metrics, self.timeline, self.config, self.provenance):
+            file.unlink(missing_ok=True)
+        for folder in (*self._folders(), self.path):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def _folders(self) -> tuple[Path, Path]:
+        return self.completions, self.checkpoints
 
     def drop_completions_after(self, step: int) -> None:
         """Remove responses of later steps: the run resumes there."""

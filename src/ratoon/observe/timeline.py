@@ -106,7 +106,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: any other line is not an event.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line not in ("", "[", "]")]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if line not in ("", "[", "]")
+    ]
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:

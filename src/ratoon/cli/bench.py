@@ -1,0 +1,94 @@
+"""`ratoon bench`: how fast this machine is, with intervals, losing cases included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved rounds with intervals.")
+
+Model = Annotated[Path, typer.Option(help="Directory of the model.")]
+Drafter = Annotated[
+    Path | None, typer.Option(help="Directory of a drafter, such as runs/quickstart/drafter.")
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds of all cases.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record.")]
+_MODEL = Path("models/smollm2-135m")
+
+
+@app.command("rollout")
+def rollout(
+    model: Model = _MODEL, drafter: Drafter = None, rounds: Rounds = 9, as_json: AsJson = False
+) -> None:
+    """Decoding: plain and speculative against transformers, by live batch."""
+    from ratoon.bench import rollout as measure
+
+    _show(lambda: measure.run(model, drafter=drafter, rounds=rounds), as_json)
+
+
+@app.command("update")
+def update(model: Model = _MODEL, rounds: Rounds = 9, as_json: AsJson = False) -> None:
+    """Policy update: tokens per second of forward, backward and optimizer."""
+    from ratoon.bench import update as measure
+
+    _show(lambda: measure.run(model, rounds=rounds), as_json)
+
+
+@app.command("drafter")
+def train_drafter(model: Model = _MODEL, rounds: Rounds = 9, as_json: AsJson = False) -> None:
+    """Drafter training: tokens per second."""
+    from ratoon.bench import drafter as measure
+
+    _show(lambda: measure.run(model, rounds=rounds), as_json)
+
+
+def _show(measure: Callable[[], dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(measure(), indent=2))
+        return
+    with Console(stderr=True).status("measuring; other work on this machine spoils the figures"):
+        record = measure()
+    console = Console()
+    for name, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            console.print(_rows_table(name, value))
+    console.print(_plain_table(record))
+
+
+def _rows_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """One line for each case of a benchmark."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        is_text = all(isinstance(row.get(column), str) for row in rows)
+        table.add_column(column, justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    return table
+
+
+def _plain_table(record: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    for name, value in record.items():
+        if not (isinstance(value, list) and value and isinstance(value[0], dict)):
+            table.add_row(name, _cell(value))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return " .. ".join(_cell(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
+    return str(value)

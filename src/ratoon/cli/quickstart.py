@@ -1,0 +1,31 @@
+"""`ratoon quickstart`: the main job from end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def quickstart(
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="A tiny model trained in place: no download, two minutes."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run. Default: the first free runs/quickstart[-tiny][-N]."),
+    ] = None,
+) -> None:
+    """Watch a model learn by reinforcement on this machine, and check that no token changed."""
+    from ratoon.cli.running import finish, watching
+    from ratoon.observe.run_folder import RunFolder, first_free
+
+    default = Path("runs") / ("quickstart-tiny" if tiny else "quickstart")
+    target = output or first_free(default)
+    with watching(None) as observer:
+        from ratoon.loop.quickstart import run_quickstart
+
+        run_quickstart(tiny, target, observer)
+    finish(RunFolder(target))

@@ -1,0 +1,82 @@
+"""What the verbs that run something share: folder, display, report and the closing table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+from ratoon.cli.live import make_display
+from ratoon.config import resolved_yaml
+from ratoon.config.rl import RLConfig
+from ratoon.config.sft import SFTConfig
+from ratoon.observe.observer import Observer
+from ratoon.observe.provenance import provenance
+from ratoon.observe.run_folder import RunFolder
+from ratoon.observe.summary import OPTIONAL, SUMMARY
+
+
+def open_folder(config: RLConfig | SFTConfig, *, resume: bool) -> RunFolder:
+    """Make the run's folder, or open the one to resume.
+
+    Raises:
+        ConfigError: it holds another run, or none to resume.
+        CapabilityError: the disk is too full.
+    """
+    path, text = config.output_dir / config.name, resolved_yaml(config)
+    if resume:
+        return RunFolder.resume(path, config_yaml=text)
+    return RunFolder.create(path, config_yaml=text, provenance=provenance(config.seed))
+
+
+@contextmanager
+def watching(folder: RunFolder | None) -> Iterator[Observer]:
+    """An observer with a display; a run that ends before it began leaves no folder behind."""
+    display = make_display(Console(stderr=True))
+    try:
+        with Observer(folder, display) as observer:
+            yield observer
+    except BaseException:
+        display.close(succeeded=False)
+        if folder is not None:
+            folder.remove_if_unused()
+        raise
+    display.close()
+
+
+def finish(folder: RunFolder) -> None:
+    """Write the report, show the closing table, and say where everything lies."""
+    from ratoon.report import write_report
+
+    page = write_report(folder.path)
+    console = Console()
+    if folder.summary.is_file():
+        console.print(summary_table(json.loads(folder.summary.read_text(encoding="utf-8"))))
+    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+
+
+def summary_table(summary: dict[str, object]) -> Table:
+    """The figures of `summary.json` with their meaning."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for key, meaning in (SUMMARY | OPTIONAL).items():
+        value = summary.get(key)
+        if isinstance(value, list) or key not in summary:
+            continue
+        table.add_row(key, _figure(value), meaning)
+    return table
+
+
+def _figure(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
