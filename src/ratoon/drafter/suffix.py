@@ -66,7 +66,7 @@ class SuffixDrafter:
     def __init__(
         self, num_rows: int, *, capacity: int = 2**18, device: torch.device | str = "cpu"
     ) -> None:
-        """`capacity` tokens are kept, at 90 bytes each; the oldest are overwritten.
+        """`capacity` tokens are kept, at 172 bytes each; the oldest are overwritten.
 
         Raises: ConfigError where the capacity is too small or no power of two.
         """
@@ -79,7 +79,7 @@ class SuffixDrafter:
         self._device = torch.device(device)
         self._store = self._filled(capacity)
         self._following = self._filled(capacity)
-        num_buckets = 2 * capacity
+        num_buckets = 4 * capacity
         self._keys = torch.zeros(num_buckets, dtype=torch.int64, device=device)
         self._places = self._filled(num_buckets, NUM_POINTERS)
         self._cursors = torch.zeros(num_buckets, dtype=torch.uint8, device=device)
@@ -264,6 +264,8 @@ class SuffixDrafter:
     ) -> Tensor:
         """Store `counts [R]` of `tokens [R, K]` that follow `tails`; places of the last `[R]`."""
         num_tokens = int(counts.sum())
+        if num_tokens == 0:
+            return last_places
         if self._head + num_tokens > LAST_POSITION:
             self._start_over()
             last_places = torch.full_like(last_places, -1)
@@ -282,10 +284,6 @@ class SuffixDrafter:
         grams = torch.cat([tails, tokens], dim=1).unfold(1, GRAMS[0], 1)[:, : tokens.shape[1]]
         keys = self._keys_of(grams, uids[:, None])[is_token]
         self._remember(keys.flatten(), places[is_token].repeat_interleave(len(GRAMS)))
-        return self._head_of_row(places, counts)
-
-    @staticmethod
-    def _head_of_row(places: Tensor, counts: Tensor) -> Tensor:
         return places.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
 
     def _remember(self, keys: Tensor, places: Tensor) -> None:

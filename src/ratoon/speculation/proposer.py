@@ -38,7 +38,7 @@ class StepNoise:
         self.sequence_keys = sequence_keys
         self.t0 = t0
         self.temperature = temperature
-        self._tables: list[NoiseTables] = []
+        self._tables: NoiseTables | None = None
         self._largest_id = 0
 
     @property
@@ -56,11 +56,8 @@ class StepNoise:
             return
         positions = self.t0 + torch.arange(num_depths, device=self.t0.device)[:, None]
         keys = self.sequence_keys.repeat(num_depths, 1)
-        tables = keyed_noise.noise_tables(
-            keyed_noise.row_keys(keys, positions.flatten()), vocab_size
-        )
-        by_depth = zip(*(table.split(self.num_rows, dim=1) for table in tables), strict=True)
-        self._tables = [NoiseTables(*parts) for parts in by_depth]
+        row_keys = keyed_noise.row_keys(keys, positions.flatten())
+        self._tables = keyed_noise.noise_tables(row_keys, vocab_size)
         self._largest_id = vocab_size - 1
 
     def exponential(self, depth: int, ids: Tensor) -> Tensor | None:
@@ -71,7 +68,10 @@ class StepNoise:
         """
         if self.temperature == 0:
             return None
-        return keyed_noise.exponential_estimate(self._tables[depth], ids.clamp(0, self._largest_id))
+        if self._tables is None:
+            raise RuntimeError("the noise of this step is not made yet; call prepare() first")
+        tables = self._tables.rows(slice(depth * self.num_rows, (depth + 1) * self.num_rows))
+        return keyed_noise.exponential_estimate(tables, ids.clamp(0, self._largest_id))
 
 
 class Proposals(NamedTuple):

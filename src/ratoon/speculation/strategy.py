@@ -86,8 +86,9 @@ class StrategyTable:
     """Strategies by live batch, with hysteresis.
 
     `tiers` are pairs (largest live batch, strategy) in ascending order of batch; above the last
-    one decoding is plain. A tier is left only when the batch is more than `slack` sequences outside
-    its range, so that a batch that hovers about a border does not switch at every step.
+    one decoding is plain. A tier is left upwards only when the batch is more than `slack` above
+    its limit, and downwards at once, so that a batch that hovers about a border does not switch at
+    every step and the last sequences of a rollout get the tier made for them.
 
     Example: `StrategyTable([(2, deep), (8, shallow)], slack=1)`
     """
@@ -109,11 +110,10 @@ class StrategyTable:
     def pick(self, live_batch: int, state: int) -> tuple[Strategy, int]:
         """See `StrategyPicker.pick`; the state is the current tier plus one."""
         current = state - 1
-        if current >= 0:
-            low = self._lows[current] - self._slack
-            high = self._highs[current] + self._slack
-            if low < live_batch <= high:
-                return self._strategies[current], state
+        if current >= 0 and (
+            self._lows[current] < live_batch <= self._highs[current] + self._slack
+        ):
+            return self._strategies[current], state
         fitting = next(i for i, high in enumerate(self._highs) if live_batch <= high)
         return self._strategies[fitting], fitting + 1
 
