@@ -117,7 +117,7 @@ class Selector:
         temperature = params.temperature
         if not is_temperature_only(params):
             logits, temperature = transform(logits, params, self.vocab_limit), 1.0
-        tables = keyed_noise.noise_tables(row_keys, self.vocab_limit)
+        tables = keyed_noise.noise_tables(row_keys, self._scores.shape[1])
         screened = self._screen(logits, temperature, tables)
         ids = self._settle(logits, temperature, tables, screened.group_bound)
         score = logits.gather(-1, ids[:, None]).to(torch.float32).squeeze(-1)
