@@ -41,15 +41,23 @@ def test_there_are_no_more_children_than_tokens() -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_logits_that_are_no_numbers_have_no_chance(poison: float) -> None:
-    logits = torch.randn(2, 1, 6)
+def test_a_node_of_logits_that_are_no_numbers_has_no_chances(poison: float) -> None:
+    logits = torch.randn(3, 1, 6)
     logits[0] = poison
     logits[1, 0, 2] = poison
-    indices, chances = propose(logits, exponentials(2, 6), 1.0, 6)
+    indices, chances = propose(logits, exponentials(3, 6), 1.0, 6)
     assert chances[0].tolist() == [[0.0] * 6]
     assert bool(chances.isfinite().all())
     assert float(chances[1][indices[1] == 2]) == 0.0
-    assert float(chances[1].sum()) == pytest.approx(1.0)
+    assert float(chances[2].sum()) == pytest.approx(1.0)
+
+
+def test_excluded_tokens_leave_the_others_their_chances() -> None:
+    logits = torch.randn(1, 1, 6)
+    logits[0, 0, 2] = -torch.inf
+    indices, chances = propose(logits, exponentials(1, 6), 1.0, 6)
+    assert float(chances.sum()) == pytest.approx(1.0)
+    assert int(indices[0, 0, -1]) == 2
 
 
 def test_noise_is_needed_above_temperature_zero() -> None:
