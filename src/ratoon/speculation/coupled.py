@@ -43,8 +43,8 @@ def propose(
     else:
         noise = exponentials.log().mul_(-1 / FLATTENING).unsqueeze(1)
         scores = torch.add(noise, scores, alpha=1 / (DRAFT_TEMPERATURE * FLATTENING * temperature))
-    chances, indices = scores.softmax(-1).topk(min(num_children, logits.shape[-1]), dim=-1)
-    return indices, chances.nan_to_num_(nan=0.0)
+    indices = scores.topk(min(num_children, logits.shape[-1]), dim=-1).indices
+    return indices, scores.softmax(-1).gather(-1, indices).nan_to_num_(nan=0.0)
 
 
 def retrieved_chances(priors: Tensor, exponentials: Tensor | None) -> Tensor:
