@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,3 +89,12 @@ def test_a_snapshot_restores_the_state_and_does_not_follow_it() -> None:
     other = Calibration()
     other.load_state_dict(state)
     assert calibrated(other, Source.LEARNED, 0.6) == before
+
+
+def test_depth_counts_from_where_drafting_started() -> None:
+    calibration = Calibration()
+    tree, verified = one_child_step(torch.tensor([0.5]), torch.tensor([False]), Source.LEARNED)
+    tree = replace(tree, depths=tree.depths + 3)
+    calibration.observe(tree, verified, torch.tensor([3]))
+    assert float(calibration.odds([Source.LEARNED], [1], 0)) < 1.0
+    assert float(calibration.odds([Source.LEARNED], [1], 3)) == 1.0

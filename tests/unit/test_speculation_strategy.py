@@ -9,7 +9,6 @@ from ratoon.speculation.strategy import (
     PLAIN,
     RandomStrategies,
     Strategy,
-    StrategyRule,
     StrategyTable,
 )
 
@@ -102,10 +101,3 @@ def test_random_switching_is_a_function_of_seed_and_step() -> None:
     assert run(1) == run(1)
     assert run(1) != run(2)
     assert set(run(1)) == {PLAIN, DEEP, SHALLOW}
-
-
-def test_a_rule_carries_its_state_from_step_to_step() -> None:
-    rule = StrategyRule(StrategyTable([(2, DEEP), (8, SHALLOW)], slack=1))
-    assert [rule(batch) for batch in (8, 9, 10, 9)] == [SHALLOW, SHALLOW, PLAIN, PLAIN]
-    resumed = StrategyRule(StrategyTable([(2, DEEP), (8, SHALLOW)], slack=1), rule.state)
-    assert resumed(8) == SHALLOW

@@ -236,10 +236,8 @@ class SuffixDrafter:
 
     def _store_prompt(self, uid: int, prompt: Tensor) -> None:
         oldest = self._head - self._capacity
-        for known, place in list(self._prompts.items()):
-            if place >= oldest:
-                break
-            del self._prompts[known]
+        while self._prompts and next(iter(self._prompts.values())) < oldest:
+            del self._prompts[next(iter(self._prompts))]
         if uid in self._prompts:
             return
         self._prompts[uid] = self._head

@@ -47,8 +47,12 @@ class Calibration:
         ]
         return torch.cat(parts)
 
-    def observe(self, tree: Tree, verified: Verified) -> None:
-        """Learn from one step: each child of a visited node was picked or not. No syncs."""
+    def observe(self, tree: Tree, verified: Verified, root_depths: Tensor | int = 0) -> None:
+        """Learn from one step: each child of a visited node was picked or not. No syncs.
+
+        `root_depths [B]` are the depths of the nodes that drafting started from, where trees begin
+        with nodes that were not drafted.
+        """
         parents = tree.parents.clamp_min(0)
         visited = torch.zeros_like(tree.valid)
         visited.scatter_(1, verified.path.clamp_min(0), True)
@@ -56,7 +60,9 @@ class Calibration:
         is_trial[:, 0] = False
         predicted = tree.chances / tree.chances.gather(1, parents).clamp_min(1e-30)
         residuals = visited.float() - predicted
-        depths = (tree.depths - 1).clamp(0, MAX_DEPTH - 1).flatten()
+        start = torch.as_tensor(root_depths, device=tree.depths.device)
+        depths = tree.depths - 1 - start.unsqueeze(-1)
+        depths = depths.clamp(0, MAX_DEPTH - 1).flatten()
         self._information *= DECAY
         for source in Source:
             weights = (is_trial & (tree.sources >> source & 1).bool()).float()

@@ -131,19 +131,3 @@ class RandomStrategies:
         """See `StrategyPicker.pick`; the state counts steps."""
         generator = random.Random(f"{self._seed}/{state}")
         return generator.choice(self._strategies), state + 1
-
-
-class StrategyRule:
-    """A picker together with its state: what an engine asks once per decode step.
-
-    Example: `rule = StrategyRule(StrategyTable([(4, Strategy(depth=3))])); rule(2)`
-    """
-
-    def __init__(self, picker: StrategyPicker, state: int = 0) -> None:
-        self.picker = picker
-        self.state = state
-
-    def __call__(self, live_batch: int) -> Strategy:
-        """Strategy of the next step over `live_batch` sequences."""
-        strategy, self.state = self.picker.pick(live_batch, self.state)
-        return strategy

@@ -112,7 +112,7 @@ class Drafting:
         confirm what was known before.
         """
         if tree.tokens.shape[1] > 1:
-            self.calibration.observe(tree, verified)
+            self.calibration.observe(tree, verified, carried)
         if self.suffix is not None:
             levels = torch.arange(verified.tokens.shape[1], device=known.device)
             index = (carried[:, None] + levels).clamp_max(verified.tokens.shape[1] - 1)
