@@ -94,8 +94,8 @@ def row_keys(sequence_keys: Tensor, t: Tensor) -> Tensor:
     included); returns [B, 2] int64. Cost: no host-device sync.
     """
     steps = _row_steps(sequence_keys.device)
-    words = _mix64(sequence_keys + t[:, None] * steps)
-    return _mix64(words ^ sequence_keys.flip(-1))
+    words = _mix64_(sequence_keys + t[:, None] * steps)
+    return _mix64_(words.bitwise_xor_(sequence_keys.flip(-1)))
 
 
 class NoiseTables(NamedTuple):
@@ -124,7 +124,7 @@ def noise_tables(row_keys: Tensor, num_ids: int) -> NoiseTables:
     half_blocks = -(-num_ids // (2 * COLUMNS))
     words = _constants(half_blocks, row_keys.device) ^ row_keys[:, :1]
     words *= row_keys[:, 1:] | 1
-    halves = _mix64(words).view(torch.int32)
+    halves = _mix64_(words).view(torch.int32)
     factor = halves[:, : 2 * COLUMNS].bitwise_or_(1)
     offset = halves[:, 2 * COLUMNS : 4 * COLUMNS]
     block = halves[:, 4 * COLUMNS :]
@@ -167,8 +167,8 @@ def exponential_at(tables: NoiseTables, ids: Tensor) -> Tensor:
 def exponential_estimate(tables: NoiseTables, ids: Tensor) -> Tensor:
     """E of some ids in float32, from the high 31 bits of k alone: for drafting.
 
-    About 2**-(b + 1) off for a w of b high bits, thus exact to float32 but for the smallest w; above
-    zero and finite. Half the price of `exponential_at`. Shapes: as there.
+    Its w is off by at most 2**-32 and float32's rounding; it is above zero and finite. Half the
+    price of `exponential_at`. Shapes: as there.
     """
     shape = (len(tables.block), ids.shape[-1])
     block, column = (ids >> COLUMN_BITS).expand(shape), (ids & (COLUMNS - 1)).expand(shape)
@@ -256,19 +256,22 @@ def _finish(words: Tensor, scratch: Tensor) -> Tensor:
     return words.bitwise_xor_(scratch)
 
 
-def _mix64(words: Tensor) -> Tensor:
-    """A permutation of 64-bit words in which every bit depends on every bit.
+def _mix64_(words: Tensor) -> Tensor:
+    """A permutation of 64-bit words in which every bit depends on every bit, in place.
 
     Source: Stafford's variant 13 of MurmurHash3's finaliser, as in SplitMix64.
     """
-    words = (words ^ _shift_right(words, 30)) * _signed(0xBF58476D1CE4E5B9)
-    words = (words ^ _shift_right(words, 27)) * _signed(0x94D049BB133111EB)
-    return words ^ _shift_right(words, 31)
+    scratch = torch.empty_like(words)
+    _fold(words, 30, scratch).mul_(_signed(0xBF58476D1CE4E5B9))
+    _fold(words, 27, scratch).mul_(_signed(0x94D049BB133111EB))
+    return _fold(words, 31, scratch)
 
 
-def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's own is arithmetic."""
-    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+def _fold(words: Tensor, shift: int, scratch: Tensor) -> Tensor:
+    """In place `words ^= words >> shift`, logical; torch shifts arithmetically, hence the mask."""
+    torch.bitwise_right_shift(words, shift, out=scratch)
+    scratch.bitwise_and_((1 << (64 - shift)) - 1)
+    return words.bitwise_xor_(scratch)
 
 
 @lru_cache(maxsize=16)
@@ -287,4 +290,4 @@ def _constants(half_blocks: int, device: torch.device) -> Tensor:
     columns = torch.arange(1, 2 * COLUMNS + 1, dtype=torch.int64, device=device)
     blocks = torch.arange(half_blocks, dtype=torch.int64, device=device)
     index = torch.cat((columns, blocks + (1 << 40), blocks + (1 << 41)))
-    return _mix64(index * _signed(_GOLDEN))
+    return _mix64_(index * _signed(_GOLDEN))

@@ -11,8 +11,8 @@ float64 for the few groups of ids with the highest bounds; if no other group's b
 winner, it has won, and otherwise all groups enter the final. The screen decides nothing, so its
 rounding is of no consequence.
 
-Shapes: B rows, V vocabulary, R rows of a chunk. The vocabulary is padded to 4 strips of H blocks of
-256 ids; the ids at the same place in the H blocks of a strip form a group: 1024 groups of H ids.
+Shapes: B rows, V vocabulary. The vocabulary is padded to S strips of H blocks of 256 ids; the ids
+at the same place in the H blocks of a strip form a group: 256 S groups of H ids.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from ratoon.sampling.transforms import check_params, is_temperature_only, scale_
 # Bytes that the screen touches per id, and how many of them stay within a core's L2 cache.
 _BYTES_PER_ID = 14
 _CHUNK_BYTES = 3 << 19
-_MAX_CHUNK_ROWS = 64
+_CHUNK_ROWS_OFF_CPU = 64
 
-_STRIPS = 4
-_GROUPS = _STRIPS * COLUMNS
+# Groups of at most 64 ids where there are many blocks; one strip where padding would show.
+_MAX_STRIPS = 4
+_MIN_BLOCKS_FOR_STRIPS = 32
 
 # With 4, fewer than 1 row in 1,000 needs a second final.
 _FINALISTS = 4
@@ -48,7 +49,7 @@ _RELATIVE_MARGIN = 1e-6
 class _Screened(NamedTuple):
     """What the screen leaves of B rows, all float32.
 
-    group_bound [B, 1024]: the highest score - log(high bits) in each group. max_score [B].
+    group_bound [B, 256 S]: the highest score - log(high bits) in each group. max_score [B].
     log_total [B]: log of the sum of exp(score - max_score).
     """
 
@@ -82,10 +83,12 @@ class Selector:
         self.vocab_size = vocab_size
         self.vocab_limit = limit
         self.device = torch.device(device)
-        self._group_size = -(-limit // _GROUPS)
-        width = self._group_size * _GROUPS
-        fitting = _CHUNK_BYTES // (_BYTES_PER_ID * width) if self.device.type == "cpu" else 64
-        self._chunk_rows = min(max(fitting, 1), _MAX_CHUNK_ROWS)
+        num_blocks = -(-limit // COLUMNS)
+        self._strips = _MAX_STRIPS if num_blocks >= _MIN_BLOCKS_FOR_STRIPS else 1
+        self._group_size = -(-num_blocks // self._strips)
+        width = self._strips * self._group_size * COLUMNS
+        fitting = max(1, _CHUNK_BYTES // (_BYTES_PER_ID * width))
+        self._chunk_rows = fitting if self.device.type == "cpu" else _CHUNK_ROWS_OFF_CPU
         self._steps = torch.arange(0, self._group_size << COLUMN_BITS, COLUMNS, device=self.device)
         shape = (self._chunk_rows, width)
         # Ids from the limit to the end of the last block keep a score of minus infinity.
@@ -128,7 +131,7 @@ class Selector:
     def _screen(self, logits: Tensor, temperature: float, tables: NoiseTables) -> _Screened:
         """Bounds per column and the normaliser of each row, chunk by chunk."""
         num_rows = logits.shape[0]
-        group_bound = torch.empty(num_rows, _STRIPS, COLUMNS, device=logits.device)
+        group_bound = torch.empty(num_rows, self._strips, COLUMNS, device=logits.device)
         max_score, log_total = torch.empty(2, num_rows, device=logits.device).unbind(0)
         for start in range(0, num_rows, self._chunk_rows):
             rows = slice(start, min(start + self._chunk_rows, num_rows))
@@ -141,7 +144,7 @@ class Selector:
             bound = scratch.view(torch.float32)
             bound.copy_(words).log_()
             torch.sub(scores, bound, out=bound)
-            grid = bound.view(size, _STRIPS, self._group_size, COLUMNS)
+            grid = bound.view(size, self._strips, self._group_size, COLUMNS)
             torch.amax(grid, 2, out=group_bound[rows])
             # log_softmax rather than a sum: its kernel gives a row the same bits in any batch.
             logprobs = torch.log_softmax(scores, -1, out=words.view(torch.float32))
@@ -160,7 +163,7 @@ class Selector:
         if bool(is_settled.all()):
             return ids
         rows = torch.nonzero(~is_settled).squeeze(-1)
-        groups = torch.arange(_GROUPS, device=rows.device).expand(len(rows), -1)
+        groups = torch.arange(group_bound.shape[1], device=rows.device).expand(len(rows), -1)
         best, ids[rows] = self._final(logits[rows], temperature, tables.rows(rows), groups)
         _check_finite(best)
         return ids
