@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -53,11 +54,11 @@ def make_cases(num_rows: int, seed: int) -> dict[str, Callable[[], object]]:
     def noise_tables() -> keyed_noise.NoiseTables:
         return keyed_noise.noise_tables(keyed_noise.row_keys(keys, t), VOCAB)
 
+    def select(params: SamplingParams) -> object:
+        return selector.select(logits, keyed_noise.row_keys(keys, t), params)
+
     cases: dict[str, Callable[[], object]] = {
-        f"select {name}": lambda params=params: selector.select(
-            logits, keyed_noise.row_keys(keys, t), params
-        )
-        for name, params in PARAMS.items()
+        f"select {name}": partial(select, params) for name, params in PARAMS.items()
     }
     cases["exponential"] = lambda: keyed_noise.exponential(
         keyed_noise.row_keys(keys, t), draft_ids, VOCAB, torch.float32
@@ -82,6 +83,7 @@ def measure(cases: dict[str, Callable[[], object]], num_rounds: int) -> dict[str
 
 
 def main() -> None:
+    """Measure for each number of rows and print the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=60, help="rounds for each number of rows")
     num_rounds = parser.parse_args().rounds

@@ -202,8 +202,9 @@ def exponential(
     batch, num_ids = len(row_keys), ids.shape[-1]
     out = torch.empty(batch, num_ids, dtype=dtype, device=row_keys.device)
     # On a CPU in pieces whose temporaries stay in cache; a third faster.
-    step = max(1, _CHUNK_IDS // max(num_ids, 1)) if row_keys.device.type == "cpu" else batch
-    for start in range(0, batch, max(step, 1)):
+    chunk_ids = _CHUNK_IDS if row_keys.device.type == "cpu" else batch * num_ids
+    step = max(1, chunk_ids // max(1, num_ids))
+    for start in range(0, batch, step):
         rows = slice(start, start + step)
         out[rows] = exponential_at(tables.rows(rows), ids if ids.dim() == 1 else ids[rows])
     return out

@@ -91,11 +91,12 @@ class Selector:
         self._chunk_rows = fitting if self.device.type == "cpu" else _CHUNK_ROWS_OFF_CPU
         self._steps = torch.arange(0, self._group_size << COLUMN_BITS, COLUMNS, device=self.device)
         shape = (self._chunk_rows, width)
-        # Ids from the limit to the end of the last block keep a score of minus infinity.
+        # Ids from the limit to the end of the last strip keep a score of minus infinity.
         self._scores = torch.full(shape, -torch.inf, device=self.device)
         self._words = torch.empty(shape, dtype=torch.int32, device=self.device)
         self._scratch = torch.empty(shape, dtype=torch.int32, device=self.device)
 
+    @torch.no_grad()
     def select(
         self, logits: Tensor, row_keys: Tensor, params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
@@ -129,7 +130,7 @@ class Selector:
         return ids, logprob
 
     def _screen(self, logits: Tensor, temperature: float, tables: NoiseTables) -> _Screened:
-        """Bounds per column and the normaliser of each row, chunk by chunk."""
+        """Bounds per group and the normaliser of each row, chunk by chunk."""
         num_rows = logits.shape[0]
         group_bound = torch.empty(num_rows, self._strips, COLUMNS, device=logits.device)
         max_score, log_total = torch.empty(2, num_rows, device=logits.device).unbind(0)
