@@ -61,6 +61,7 @@ class _Progress:
 
     def begin(self, name: str, total: int | None, done: int) -> None:
         self.name, self.total, self.done, self._offset = name, total, done, done
+        self.values = {}
         self._begun_s = self.clock.now()
 
     def advance(self, step: int, values: Values) -> None:
