@@ -272,6 +272,23 @@ def test_a_folder_without_a_run_or_with_a_damaged_file_is_named(tmp_path: Path) 
         load_run(folder.path)
 
 
+def test_a_fine_tuning_run_shows_its_losses(tmp_path: Path) -> None:
+    folder = RunFolder.create(
+        tmp_path / "sft", config_yaml="name: sft\n", provenance=provenance(0), free_bytes=0
+    )
+    with Observer(folder) as observer:
+        observer.metrics(0, {"sft/eval_loss": 2.5})
+        for step in (1, 2, 3):
+            observer.metrics(step, {"sft/loss": 2.0 / step, "sft/tokens_per_s": 400.0})
+        observer.metrics(3, {"sft/eval_loss": 0.75})
+    page = write_report(folder.path).read_text(encoding="utf-8")
+    check(page)
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
+    for words in ("2.500 → 0.750", "2.000 → 0.667", "400 tokens per second", "held out"):
+        assert words in text
+    assert "has not ended" not in text
+
+
 def test_later_records_of_a_step_complete_earlier_ones(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo", steps=1)
     with folder.metrics.open("a") as file:

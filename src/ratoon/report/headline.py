@@ -13,7 +13,7 @@ from ratoon.report.svg import number
 def headline(run: Run) -> str:
     """The figures that the run is judged by, as cards."""
     if run.summary is None:
-        return left_out("summary.json is missing, so the run has not ended")
+        return _fine_tuning(run) or left_out("summary.json is missing: the run has not ended")
     s = run.summary
     cards = [
         _reward_card(s),
@@ -29,6 +29,21 @@ def headline(run: Run) -> str:
         + _run_line(s)
         + (f'<ul class="notes small muted">{notes}</ul>' if notes else "")
     )
+
+
+def _fine_tuning(run: Run) -> str:
+    """Cards of a run that has no summary because it only fine-tunes; empty for any other."""
+    losses = [("Loss on completions", "sft/loss"), ("Held-out loss", "sft/eval_loss")]
+    cards = []
+    for title, name in losses:
+        if points := run.series(name):
+            first, last = points[0][1], points[-1][1]
+            value = f"<small>{first:.3f} →</small> {last:.3f}"
+            cards.append(_card(title, value, "nats per token, first and last step"))
+    if points := run.series("sft/tokens_per_s"):
+        speeds = sorted(speed for _, speed in points)
+        cards.append(_card("Speed", number(speeds[len(speeds) // 2]), "tokens per second, median"))
+    return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
 def _lead(s: dict[str, Any]) -> str:

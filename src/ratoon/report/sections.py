@@ -92,6 +92,15 @@ def curves(run: Run) -> str:
         ),
         _curve(
             run,
+            "Loss on completions",
+            [
+                ("sft/loss", "training", "evaluation", False),
+                ("sft/eval_loss", "held out", "weights", True),
+            ],
+            "Of supervised fine-tuning; prompts are read, not learned.",
+        ),
+        _curve(
+            run,
             "Response length",
             [
                 ("response/tokens_max", "longest", "weights", False),
