@@ -90,10 +90,10 @@ class _Version:
 class DataBuffer:
     """Bounded store of samples with a deterministic, length-stratified draw.
 
-    A draw walks through `num_strata` groups of about equal token counts, ordered by response
-    length, and takes from each the sample least covered so far; long samples are cut into slices.
-    The same contents, seed and sequence of calls give the same draws, whatever the order of
-    arrival within a step.
+    A draw mixes `num_strata` groups of about equal token counts, from short to long responses: it
+    takes from the group least covered so far the sample least covered so far. Long samples are cut
+    into slices. The same contents, seed and sequence of calls give the same draws, whatever the
+    order of arrival within a step.
     """
 
     def __init__(
@@ -110,7 +110,6 @@ class DataBuffer:
         self._random = random.Random(seed)
         self._versions: dict[int, _Version] = {}
         self._current: int | None = None
-        self._turn = 0
         self._strata: list[list[_Entry]] | None = None
 
     def __len__(self) -> int:
@@ -189,18 +188,18 @@ class DataBuffer:
         if not len(self):
             return []
         slices: list[Slice] = []
-        queries = keys = misses = 0
-        while queries < max_queries and misses < self.num_strata:
+        queries = keys = 0
+        while queries < max_queries:
             entry = self._next_entry(slices)
             if entry is None:
-                misses += 1
-                continue
-            misses = 0
+                break
             piece = self._cut(entry, max_queries - queries, max_queries)
             size = piece.count + min(window - 1, piece.first)
             if slices and keys + size > max_keys:
                 break
-            self._advance(entry, piece)
+            end = piece.first + piece.count - entry.sample.first_query
+            entry.cursor = end % entry.sample.num_queries
+            entry.drawn += piece.count
             slices.append(piece)
             queries += piece.count
             keys += size
@@ -222,7 +221,7 @@ class DataBuffer:
             versions.append({"version": number, "entries": entries})
         kind, words, gauss = self._random.getstate()
         generator = [kind, list(words), gauss]
-        return tensors, {"versions": versions, "turn": self._turn, "random": generator}
+        return tensors, {"versions": versions, "random": generator}
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take over a state from `state`; bounds stay those of this buffer."""
@@ -238,7 +237,6 @@ class DataBuffer:
                 version.entries.append(_Entry(sample, cursor, drawn))
             self._versions[number] = version
             self._current = number
-        self._turn = values["turn"]
         kind, words, gauss = values["random"]
         self._random.setstate((kind, tuple(words), gauss))
         self._strata = None
@@ -269,24 +267,23 @@ class DataBuffer:
             del self._versions[oldest]
 
     def _next_entry(self, taken: list[Slice]) -> _Entry | None:
-        """Least covered sample of the next stratum, of the version already drawn from."""
+        """Least covered sample of the least covered stratum, of the version already drawn from."""
         if self._strata is None:
             self._strata = _stratify(
                 (e for version in self._versions.values() for e in version.entries),
                 self.num_strata,
             )
-        stratum = self._strata[self._turn % self.num_strata]
-        self._turn = (self._turn + 1) % self.num_strata
         used = {id(piece.sample) for piece in taken}
-        fits = [
-            entry
-            for entry in stratum
-            if id(entry.sample) not in used
-            and (not taken or entry.sample.policy_version == taken[0].sample.policy_version)
-        ]
-        if not fits:
-            return None
-        return min(fits, key=lambda entry: entry.rank)
+        for stratum in sorted(self._strata, key=_coverage):
+            fits = [
+                entry
+                for entry in stratum
+                if id(entry.sample) not in used
+                and (not taken or entry.sample.policy_version == taken[0].sample.policy_version)
+            ]
+            if fits:
+                return min(fits, key=lambda entry: entry.rank)
+        return None
 
     def _cut(self, entry: _Entry, room: int, max_queries: int) -> Slice:
         """The next slice of a sample; long samples start at a random place and wrap around."""
@@ -296,10 +293,11 @@ class DataBuffer:
         count = min(room, total - entry.cursor)
         return Slice(entry.sample, entry.sample.first_query + entry.cursor, count)
 
-    def _advance(self, entry: _Entry, piece: Slice) -> None:
-        end = piece.first + piece.count - entry.sample.first_query
-        entry.cursor = end % entry.sample.num_queries
-        entry.drawn += piece.count
+
+def _coverage(stratum: list[_Entry]) -> float:
+    """How often a token of the stratum was drawn, on average."""
+    queries = sum(entry.sample.num_queries for entry in stratum)
+    return sum(entry.drawn for entry in stratum) / max(1, queries)
 
 
 def _length(entry: _Entry) -> tuple[int, tuple[int, ...]]:

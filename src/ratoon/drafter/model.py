@@ -262,6 +262,10 @@ class Eagle3Drafter(nn.Module):
         self.t2d.zero_()
         self.t2d[ids] = True
 
+    def teacher_rows(self, head: Tensor) -> Tensor:
+        """The rows `[Vd, D]` of the target's `head [V, D]` for the draft vocabulary, a copy."""
+        return head.detach()[self.draft_ids.to(head.device)]
+
     def fused(self, dtype: torch.dtype) -> DrafterWeights:
         """Copies of the trainable tensors in `dtype`, fused, without gradient."""
         named = dict(self.named_parameters())

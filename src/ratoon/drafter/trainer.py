@@ -43,7 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class TrainerOptions:
     """How the drafter is trained.
 
-    `micro_tokens` bounds the columns of a micro-step and with them its time; `micro_steps` of them
+    `micro_tokens` bounds the columns of a micro-step and with them its time; `batch_tokens` of them
     make one optimizer step. Step i of the `unroll` steps weighs `step_decay**i`. `temperature` is
     the rollouts'. The learning rate rises over `warmup_steps` and then stays.
     """
@@ -59,7 +59,7 @@ class TrainerOptions:
     tv_weight: float = 1.0
     temperature: float = 1.0
     micro_tokens: int = 256
-    micro_steps: int = 2
+    batch_tokens: int = 512
     compute_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class TrainerOptions:
             "step_decay": self.step_decay,
             "temperature": self.temperature,
             "micro_tokens": self.micro_tokens,
-            "micro_steps": self.micro_steps,
+            "batch_tokens": self.batch_tokens,
         }
         for name, value in positive.items():
             if value <= 0:
@@ -132,9 +132,14 @@ class DrafterTrainer:
         self.discard()
 
     @property
-    def pending(self) -> int:
-        """Micro-steps gathered since the last optimizer step."""
-        return self._pending
+    def pending_tokens(self) -> int:
+        """Columns whose gradient was gathered since the last optimizer step."""
+        return self._pending_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether enough was gathered for an optimizer step."""
+        return self._pending_tokens >= self.options.batch_tokens
 
     def set_embedding(self, embedding: Tensor) -> None:
         """Use the target's live embedding `[V, D]` from here on; a copy where dtypes differ."""
@@ -152,7 +157,6 @@ class DrafterTrainer:
         student.backward((flat @ self._model.head.weight.detach()).view_as(student))
         self._stats += stats
         self._loss += loss
-        self._pending += 1
         self._pending_tokens += batch.num_queries
 
     def optimizer_step(self) -> StepMetrics:
@@ -196,7 +200,6 @@ class DrafterTrainer:
         """Forget the gradient gathered since the last optimizer step."""
         device = self._master.device
         self._model.discard_gradients()
-        self._pending = 0
         self._pending_tokens = 0
         self._stats = torch.zeros(self.options.unroll, 5, dtype=torch.float64, device=device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)

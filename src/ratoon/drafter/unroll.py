@@ -44,7 +44,7 @@ class TrainedDrafter:
         reach the last position plus the number of unroll steps.
         """
         queries = batch.num_queries
-        hidden = self.fc(batch.features)
+        hidden = self.fc(batch.features.to(self.fc.weight.dtype))
         query, key, value = self._project(
             _embed(embedding, batch.next_ids), hidden, _at(rope, batch.positions)
         )
