@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ratoon.drafter.data_buffer import Sample, Slice
+from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.micro_batch import MicroBatch
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
@@ -229,3 +230,36 @@ def test_teacher_of_a_prediction_is_the_state_one_token_before_it() -> None:
     torch.testing.assert_close(batch.teacher_hidden, sample.hidden[3:7], rtol=0, atol=0)
     assert batch.valid.tolist() == [[True, True, True, False], [False, True, True, True]]
     assert batch.step_ids.tolist() == [sample.ids[3:6].tolist(), sample.ids[4:7].tolist()]
+
+
+def test_the_serving_drafter_computes_what_training_computed() -> None:
+    drafter, (embedding, _) = make_drafter(), target_tables()
+    trainer = DrafterTrainer(drafter, options_fp64())
+    trainer.set_embedding(embedding)
+    for sample in (make_sample(21, 4, 14), make_sample(22, 2, 5)):
+        batch = MicroBatch.build([whole(sample)], UNROLL, WINDOW)
+        trainer._extend_rope(batch.longest + UNROLL)
+        with torch.no_grad():
+            inputs = trainer._model.head_inputs(embedding, batch, trainer._rope)
+            trained = inputs @ trainer._model.head.weight.T
+        for column in range(sample.num_queries - UNROLL + 1):
+            pair = sample.first_query + column
+            served = LearnedDrafter(
+                drafter.config,
+                num_rows=1,
+                num_positions=100,
+                num_tree_slots=UNROLL,
+                dtype=torch.float64,
+            )
+            served.load(drafter, embedding)
+            served.observe(
+                sample.features[None, : pair + 1],
+                sample.ids[None, 1 : pair + 2],
+                torch.arange(pair + 1)[None],
+                torch.tensor([pair + 1]),
+            )
+            torch.testing.assert_close(served.root(1)[0, 0], trained[0, column])
+            for step in range(1, UNROLL):
+                token = sample.ids[pair + 1 + step].view(1, 1)
+                logits = served.advance(torch.zeros(1, 1, dtype=torch.int64), token)
+                torch.testing.assert_close(logits[0, 0], trained[step, column])
