@@ -14,9 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ratoon.models import fused
+from ratoon.models.document_attention import (
+    DocumentPlan,
+    document_attention,
+    plan_documents,
+)
 from ratoon.models.packing import PackedBatch
 
 
@@ -52,7 +57,7 @@ class DecoderConfig:
 def rope_frequencies(config: DecoderConfig) -> Tensor:
     """Inverse frequencies `[E/2]` in float32, with Llama 3's scaling where configured."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inverse = 1.0 / config.rope_theta**exponent
+    inverse: Tensor = 1.0 / config.rope_theta**exponent
     scaling = config.rope_scaling
     if scaling is None:
         return inverse
@@ -60,7 +65,8 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
     original = scaling["original_max_position_embeddings"]
     wavelength = 2 * torch.pi / inverse
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * inverse / scaling["factor"] + smooth * inverse
+    scaled: Tensor = (1 - smooth) * inverse / scaling["factor"] + smooth * inverse
+    return scaled
 
 
 def rope_table(config: DecoderConfig, num_positions: int, dtype: torch.dtype) -> Tensor:
@@ -72,9 +78,7 @@ def rope_table(config: DecoderConfig, num_positions: int, dtype: torch.dtype) ->
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x [..., heads, E]` by `cos, sin [..., 1, E]`."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cos + rotated * sin
+    return fused.rotate(x, cos, sin)
 
 
 class RMSNorm(nn.Module):
@@ -87,7 +91,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis of `x [..., D]`."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return fused.rms_norm(x, self.weight, self.eps)
 
 
 class Block(nn.Module):
@@ -104,35 +108,18 @@ class Block(nn.Module):
         self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Tensor, rope: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, plan: DocumentPlan) -> Tensor:
         """Map `x [T, D]`; `rope [2, T, 1, E]` holds cosines and sines of each token."""
-        x = x + self.o_proj(self._attend(self.input_norm(x), rope, lengths))
-        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
+        attended = self._attend(self.input_norm(x), rope, plan)
+        x = x + fused.linear(attended, self.o_proj.weight)
+        gate_up = fused.linear(self.post_norm(x), self.gate_up_proj.weight)
+        return x + fused.linear(fused.swiglu(gate_up), self.down_proj.weight)
 
-    def _attend(self, x: Tensor, rope: Tensor, lengths: Sequence[int]) -> Tensor:
-        config = self.config
-        query, key, value = self.qkv_proj(x).split(config.qkv_sizes, dim=-1)
-        query = apply_rope(query.unflatten(-1, (config.num_heads, -1)), *rope)
-        key = apply_rope(key.unflatten(-1, (config.num_kv_heads, -1)), *rope)
-        value = value.unflatten(-1, (config.num_kv_heads, -1))
-        documents = zip(
-            query.split(tuple(lengths)),
-            key.split(tuple(lengths)),
-            value.split(tuple(lengths)),
-            strict=True,
-        )
-        attended = [
-            F.scaled_dot_product_attention(
-                q.transpose(0, 1)[None],
-                k.transpose(0, 1)[None],
-                v.transpose(0, 1)[None],
-                is_causal=True,
-                enable_gqa=config.num_heads != config.num_kv_heads,
-            )[0].transpose(0, 1)
-            for q, k, v in documents
-        ]
-        return torch.cat(attended).flatten(-2)
+    def _attend(self, x: Tensor, rope: Tensor, plan: DocumentPlan) -> Tensor:
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        projected = fused.linear(x, self.qkv_proj.weight).unflatten(-1, (-1, self.config.head_dim))
+        rotary, value = projected.split((heads + kv_heads, kv_heads), dim=1)
+        return document_attention(apply_rope(rotary, *rope), value, plan)
 
 
 class Decoder(nn.Module):
@@ -153,7 +140,7 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
-    def head_weight(self) -> nn.Parameter:
+    def head_weight(self) -> Tensor:
         """Output matrix `[V, D]`; the embedding itself where the two are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
@@ -163,12 +150,15 @@ class Decoder(nn.Module):
         Shapes: returns the final-norm states `[T, D]` and, for each layer index in `taps`, the
         input of that layer `[T, D]`.
         """
-        x = self.embed_tokens(batch.ids)
-        table = rope_table(self.config, int(max(batch.lengths)), x.dtype)
+        x = fused.embed(batch.ids, self.embed_tokens.weight)
+        table = rope_table(self.config, max(batch.lengths), x.dtype).to(x.device)
         rope = table[:, batch.positions].unsqueeze(2)
+        plan = plan_documents(
+            batch.lengths, self.config.num_heads, self.config.num_kv_heads, x.device
+        )
         tapped = []
         for index, layer in enumerate(self.layers):
             if index in taps:
                 tapped.append(x)
-            x = layer(x, rope, batch.lengths)
+            x = layer(x, rope, plan)
         return self.norm(x), tapped

@@ -1,0 +1,230 @@
+"""Building blocks of the training forward, with backward passes written out.
+
+Each does what autograd would, in fewer passes over memory: intermediate values live in blocks of
+rows that fit a core's cache, float32 is used inside a block only, and nothing is saved that is
+cheap to compute again. All of them work in any floating type and on any device.
+
+Weight gradients go to `weight.main_grad` where that attribute is set (a tensor of the weight's
+shape, in the type that gradients are summed in), else to autograd. With `main_grad` the sum over
+micro-batches is in float32 though the products are bf16, and costs one pass. The name is
+Megatron-LM's.
+
+Shape letters: T packed tokens, D width, M width of the MLP, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Rows at a time on a CPU: a float32 block of width 576 is 300 KB, and three of them fit the L2.
+_BLOCK_ROWS = 128
+
+
+def block_rows(x: Tensor) -> int:
+    """Rows of `x` to treat at a time: a cache-sized block on a CPU, all of them elsewhere."""
+    return _BLOCK_ROWS if x.device.type == "cpu" else max(1, x.shape[0])
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over values of `dtype` are taken in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """A contiguous copy `[N, T]` of `x [T, N]`, block by block: twice as fast as in one go."""
+    out = x.new_empty(x.shape[1], x.shape[0])
+    for source, target in zip(x.split(block_rows(x)), out.split(block_rows(x), dim=1), strict=True):
+        target.copy_(source.t())
+    return out
+
+
+def deliver_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
+    """Add `grad` to `weight.main_grad` if there is one; else return it, for autograd to keep."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return grad
+    main_grad.add_(grad)
+    return None
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x [T, D] @ weight [N, D].T`."""
+    return cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """Linear map whose weight gradient multiplies a transposed copy.
+
+    oneDNN's bf16 product with a transposed left factor runs at half speed (0.5 against
+    1.0 TFLOP/s on one AMX core); a copy of the narrower factor, transposed, costs a tenth of that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
+        if x.device.type != "cpu":
+            grad_weight = grad.t() @ x
+        elif grad.shape[1] <= x.shape[1]:
+            grad_weight = transposed(grad) @ x
+        else:
+            grad_weight = transposed(transposed(x) @ grad)
+        return grad_x, deliver_grad(weight, grad_weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis; each row has the bits of `F.rms_norm`.
+
+    Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    normed = cast(Tensor, _RMSNorm.apply(rows, weight, eps))  # type: ignore[no-untyped-call]
+    return normed.view(x.shape)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x r w with r = 1 / rms(x); dx = r (g w) - x r^3 mean(g w x), dw = sum of g x r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype, size = sum_dtype(x.dtype), block_rows(x)
+        wide_weight = weight.to(dtype)
+        out = torch.empty_like(x)
+        scale = x.new_empty(x.shape[0], 1, dtype=dtype)
+        for block, target, block_scale in zip(
+            x.split(size), out.split(size), scale.split(size), strict=True
+        ):
+            wide = block.to(dtype, copy=True)
+            torch.mean(wide * wide, dim=-1, keepdim=True, out=block_scale)
+            wide.mul_(block_scale.add_(eps).rsqrt_()).mul_(wide_weight)
+            target.copy_(wide)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        dtype, size = scale.dtype, block_rows(x)
+        wide_weight = weight.to(dtype)
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(wide_weight)
+        for block, block_grad, block_scale, target in zip(
+            x.split(size), grad.split(size), scale.split(size), grad_x.split(size), strict=True
+        ):
+            wide, wide_grad = block.to(dtype), block_grad.to(dtype, copy=True)
+            products = wide * wide_grad
+            grad_weight.addmv_(products.t(), block_scale[:, 0])
+            mean = torch.mv(products, wide_weight)[:, None].div_(-x.shape[1])
+            wide_grad.mul_(wide_weight).addcmul_(wide, mean.mul_(block_scale).mul_(block_scale))
+            target.copy_(wide_grad.mul_(block_scale))
+        return grad_x, deliver_grad(weight, grad_weight.to(weight.dtype)), None
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `gate_up [T, 2 M]`, the two halves side by side; returns `[T, M]`.
+
+    Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
+    """
+    return cast(Tensor, _SwiGLU.apply(gate_up))  # type: ignore[no-untyped-call]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Saves its input only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        size = block_rows(gate_up)
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        for block, target in zip(gate_up.split(size), out.split(size), strict=True):
+            gate, up = block.chunk(2, dim=-1)
+            torch.mul(F.silu(gate), up, out=target)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        size = block_rows(gate_up)
+        grad_gate_up = torch.empty_like(gate_up)
+        for block, block_grad, target in zip(
+            gate_up.split(size), grad.split(size), grad_gate_up.split(size), strict=True
+        ):
+            gate, up = block.chunk(2, dim=-1)
+            grad_gate, grad_up = target.chunk(2, dim=-1)
+            torch.mul(F.silu(gate), block_grad, out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(block_grad * up, gate, grad_input=grad_gate)
+        return grad_gate_up
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x [..., heads, E]` by `cos, sin [..., 1, E]`, whose two halves are equal.
+
+    Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, in the half-split layout.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _rotated(x, cos, sin, 1)
+    return cast(Tensor, _Rotate.apply(x, cos, sin))  # type: ignore[no-untyped-call]
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation; backward rotates the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-direction)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=direction)
+    return out
+
+
+def embed(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows `ids [T]` of `weight [V, D]`."""
+    return cast(Tensor, _Embed.apply(ids, weight))  # type: ignore[no-untyped-call]
+
+
+class _Embed(torch.autograd.Function):
+    """Look-up whose gradient touches the rows looked up only, where there is a `main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        ids, weight = ctx.saved_tensors
+        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        if main_grad is not None:
+            main_grad.index_add_(0, ids, grad.to(main_grad.dtype))
+            return None, None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype))
+        grad_weight.index_add_(0, ids, grad.to(grad_weight.dtype))
+        return None, grad_weight.to(weight.dtype)
