@@ -1,0 +1,1 @@
+"""Policy-gradient mathematics: advantages, losses, divergences, reductions; and rewards."""
