@@ -1,0 +1,166 @@
+"""What reinforcement learning and fine-tuning share: weights, gradients, optimizer steps.
+
+Master weights, gradient sums and moments are float32 (float64 for laws); the model computes with a
+bf16 copy of the masters, made once per optimizer step.
+
+Shape letters: N tokens of the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ratoon.errors import CheckpointError
+from ratoon.models.decoder import Decoder
+from ratoon.models.fused import sum_dtype
+from ratoon.models.packing import micro_batches
+from ratoon.training.data_parallel import DataParallel
+from ratoon.training.logprobs import token_log_probs
+from ratoon.training.optimizer import (
+    OptimizerSettings,
+    clip_gradients,
+    learning_rate,
+    make_adamw,
+)
+from ratoon.training.samples import TokenBatch, pack, trained_length
+
+Example = tuple[Sequence[int], Sequence[int]]
+
+
+class StepStats(NamedTuple):
+    """Of one optimizer step: gradient norm before clipping, and learning rate."""
+
+    grad_norm: float
+    lr: float
+
+
+class TrainerCore:
+    """A decoder under training. `decoder` holds the master weights and is updated in place."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        optimizer: OptimizerSettings,
+        *,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        micro_batch_tokens: int = 4096,
+        temperature: float = 1.0,
+        vocab_limit: int | None = None,
+        workers: DataParallel | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self.settings = optimizer
+        self.micro_batch_tokens = micro_batch_tokens
+        self.temperature = temperature
+        self.vocab_limit = vocab_limit
+        self.workers = workers or DataParallel()
+        self.steps_done = 0
+        self._masters = list(decoder.parameters())
+        self.device = self._masters[0].device
+        self._gradients, self._flat_gradient = _gradient_views(self._masters)
+        self.compute = decoder
+        if compute_dtype != self._masters[0].dtype:
+            self.compute = copy.deepcopy(decoder).to(compute_dtype)
+        for parameter, gradient in zip(self.compute.parameters(), self._gradients, strict=True):
+            parameter.main_grad = gradient  # type: ignore[attr-defined]
+        for master, gradient in zip(self._masters, self._gradients, strict=True):
+            master.grad = gradient
+        self._optimizer = make_adamw(self._masters, optimizer)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The type of log-probabilities and losses."""
+        return sum_dtype(self.compute.head_weight.dtype)
+
+    def micro_batches(self, examples: Sequence[Example]) -> list[list[int]]:
+        """This worker's micro-batches, as indices into the examples of all workers.
+
+        A function of the examples' lengths and order alone.
+        """
+        lengths = [trained_length(*example) for example in examples]
+        return micro_batches(lengths, self.micro_batch_tokens, self.workers.size)[self.workers.rank]
+
+    def pack(self, examples: Sequence[Example]) -> TokenBatch:
+        """Tensors of one micro-batch on the trainer's device."""
+        return pack(examples, self.device)
+
+    def log_probs(self, batch: TokenBatch, decoder: Decoder | None = None) -> Tensor:
+        """Log-probabilities `[N]` of the batch's targets under the policy, or another decoder."""
+        model = self.compute if decoder is None else decoder
+        hidden, _ = model(batch.packed)
+        return token_log_probs(
+            hidden.index_select(0, batch.rows),
+            model.head_weight,
+            batch.targets,
+            temperature=self.temperature,
+            vocab_limit=self.vocab_limit,
+        )
+
+    def step(self) -> StepStats:
+        """Sum gradients over workers, clip, update the masters and the compute copy."""
+        self.workers.sum_(self._flat_gradient)
+        grad_norm = clip_gradients(
+            self._gradients, self._flat_gradient, self.settings.max_grad_norm
+        )
+        lr = learning_rate(self.settings, self.steps_done)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._flat_gradient.zero_()
+        self._refresh_compute()
+        self.steps_done += 1
+        return StepStats(grad_norm, lr)
+
+    def discard_gradients(self) -> None:
+        """Forget what has been summed since the last step."""
+        self._flat_gradient.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters, moments and step; views, not copies."""
+        return {
+            "masters": {name: value.detach() for name, value in self.decoder.named_parameters()},
+            "optimizer": self._optimizer.state_dict(),
+            "steps_done": self.steps_done,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, with the same bits.
+
+        Raises: CheckpointError if the tensors are not this decoder's.
+        """
+        masters = dict(self.decoder.named_parameters())
+        stored = state["masters"]
+        expected = {name: tuple(value.shape) for name, value in masters.items()}
+        found = {name: tuple(value.shape) for name, value in stored.items()}
+        if expected != found:
+            wrong = sorted(set(expected.items()) ^ set(found.items()))[:4]
+            raise CheckpointError(
+                f"the trainer's state is of another model: {wrong} are on one side only; give the "
+                "checkpoint of the configured model"
+            )
+        with torch.no_grad():
+            for name, master in masters.items():
+                master.copy_(stored[name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.steps_done = int(state["steps_done"])
+        self.discard_gradients()
+        self._refresh_compute()
+
+    @torch.no_grad()
+    def _refresh_compute(self) -> None:
+        if self.compute is not self.decoder:
+            for parameter, master in zip(self.compute.parameters(), self._masters, strict=True):
+                parameter.copy_(master)
+
+
+def _gradient_views(parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """One zero per weight, in one piece, so that one call sums, clips or clears them all."""
+    first = parameters[0]
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+    pieces = flat.split([p.numel() for p in parameters])
+    return [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)], flat

@@ -1,0 +1,85 @@
+"""Sums over the tokens of one policy update, kept on the device until its end.
+
+Shape letters: N tokens of the loss in one micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ratoon.rl.losses import PolicyLoss
+from ratoon.training.data_parallel import DataParallel
+
+_SUMS = (
+    "loss", "packed_tokens", "tokens", "ratio", "clipped", "surprisal",
+    "kl", "kl_tokens", "difference", "equal", "compared",
+)  # fmt: skip
+_MAXIMA = ("ratio", "difference")
+
+
+class PolicyMetrics:
+    """Adds up micro-batches; `summary` reduces over workers. Host-device syncs: `summary` alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+
+    def add(
+        self, logprobs: Tensor, policy: PolicyLoss, loss: Tensor, num_packed_tokens: int
+    ) -> None:
+        """One micro-batch: its log-probabilities `[N]`, token losses and share of the loss."""
+        self._add("loss", loss.detach())
+        self._add("packed_tokens", num_packed_tokens)
+        self._add("tokens", len(logprobs))
+        self._add("ratio", policy.ratios.sum())
+        self._add("clipped", policy.is_clipped.sum())
+        self._add("surprisal", -logprobs.detach().sum())
+        self._maximum("ratio", policy.ratios.max())
+
+    def add_divergence(self, divergence: Tensor) -> None:
+        """Estimated divergence from the reference `[N]`."""
+        self._add("kl", divergence.detach().sum())
+        self._add("kl_tokens", len(divergence))
+
+    def compare(self, logprobs: Tensor, engine_logprobs: Tensor) -> None:
+        """Log-probabilities `[N]` of the trainer and of the engine; NaN where there is none."""
+        ours, theirs = logprobs.detach().float(), engine_logprobs.float()
+        is_known = ~theirs.isnan()
+        difference = torch.where(is_known, (ours - theirs).abs(), 0.0)
+        self._add("difference", difference.sum())
+        self._add("equal", (ours == theirs).sum())
+        self._add("compared", is_known.sum())
+        self._maximum("difference", difference.max())
+
+    def summary(self, workers: DataParallel, num_steps: int) -> dict[str, float]:
+        """Means over the tokens of all workers; keys with nothing to measure are left out."""
+        total = dict(zip(_SUMS, workers.sum_(self._sums.clone()).tolist(), strict=True))
+        largest = dict(zip(_MAXIMA, workers.max_(self._maxima.clone()).tolist(), strict=True))
+        summary = {
+            "policy/loss": total["loss"] / num_steps,
+            "policy/tokens": total["packed_tokens"],
+        }
+        if total["tokens"]:
+            summary |= {
+                "policy/ratio_mean": total["ratio"] / total["tokens"],
+                "policy/ratio_max": largest["ratio"],
+                "policy/clip_frac": total["clipped"] / total["tokens"],
+                "policy/entropy": total["surprisal"] / total["tokens"],
+            }
+        if total["kl_tokens"]:
+            summary["policy/kl"] = total["kl"] / total["kl_tokens"]
+        if total["compared"]:
+            summary |= {
+                "policy/engine_logprob_diff_mean": total["difference"] / total["compared"],
+                "policy/engine_logprob_diff_max": largest["difference"],
+                "policy/engine_logprob_equal_frac": total["equal"] / total["compared"],
+            }
+        return summary
+
+    def _add(self, name: str, value: Tensor | float) -> None:
+        self._sums[_SUMS.index(name)] += value
+
+    def _maximum(self, name: str, value: Tensor) -> None:
+        place = _MAXIMA.index(name)
+        self._maxima[place] = torch.maximum(self._maxima[place], value.double())
