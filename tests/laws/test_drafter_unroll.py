@@ -241,7 +241,7 @@ def test_the_serving_drafter_computes_what_training_computed() -> None:
         trainer._extend_rope(batch.longest + UNROLL)
         with torch.no_grad():
             inputs = trainer._model.head_inputs(embedding, batch, trainer._rope)
-            trained = inputs @ trainer._model.head.weight.T
+            trained = inputs @ trainer._model.head.T
         for column in range(sample.num_queries - UNROLL + 1):
             pair = sample.first_query + column
             served = LearnedDrafter(

@@ -12,9 +12,9 @@ from ratoon.drafter.losses import (
     TOP1_AGREED,
     TOP1_ROWS,
     TV,
+    HeadLoss,
     LossKind,
     LossShape,
-    head_loss,
 )
 
 STEPS, ROWS_, WIDTH, VOCABULARY = 3, 11, 8, 29
@@ -59,9 +59,10 @@ def test_fused_loss_and_gradient_equal_the_plain_formula(
     head.requires_grad_()
     expected, kl, tv = plain_loss(student, head, hidden, rows, weights, shape)
     expected.backward()
-    loss, stats, gradient = head_loss(
-        student.detach(), head.detach(), hidden, rows, weights, shape, chunk_rows
-    )
+    fused = HeadLoss(shape, chunk_rows)
+    fused(student.detach(), head.detach(), hidden, rows, weights)
+    loss, stats, gradient = fused(student.detach(), head.detach(), hidden, rows, weights)
+    assert torch.equal(fused.gradients(), gradient.flatten(0, 1).repeat(2, 1))
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(gradient @ head.detach(), student.grad, rtol=1e-9, atol=1e-13)
     head_gradient = gradient.flatten(0, 1).T @ student.detach().flatten(0, 1)
@@ -81,8 +82,8 @@ def test_bfloat16_gradient_is_as_close_as_its_rounding_allows() -> None:
     exact = inputs()
     rounded = inputs(torch.bfloat16)
     shape = LossShape.of("hybrid", 1.0, 1.0)
-    loss, _, gradient = head_loss(*exact, shape)
-    loss16, _, gradient16 = head_loss(*rounded, shape)
+    loss, _, gradient = HeadLoss(shape)(*exact)
+    loss16, _, gradient16 = HeadLoss(shape)(*rounded)
     assert gradient16.dtype == torch.bfloat16
     torch.testing.assert_close(loss16.double(), loss, rtol=2e-2, atol=0)
     # Where p and q nearly meet, rounding turns the sign that tv's gradient follows.
@@ -93,7 +94,7 @@ def test_a_drafter_equal_to_its_teacher_has_no_loss_and_no_gradient() -> None:
     _, head, hidden, _, _ = inputs()
     student, weights = hidden[None], torch.ones(1, ROWS_, dtype=torch.float64)
     shape = LossShape.of("hybrid", 1.0, 1.0)
-    loss, stats, gradient = head_loss(student, head, hidden, head, weights, shape, ROWS_)
+    loss, stats, gradient = HeadLoss(shape, ROWS_)(student, head, hidden, head, weights)
     assert float(loss) == pytest.approx(0, abs=1e-12)
     assert float(gradient.abs().max()) < 1e-12
     assert stats[0, TOP1_AGREED] == stats[0, TOP1_ROWS] == ROWS_
@@ -104,7 +105,7 @@ def test_distributions_without_common_support_have_tv_one_and_finite_gradient() 
     head = torch.eye(2)
     shape = LossShape.of("hybrid", 1.0, 1.0)
     weights = torch.ones(1, 1)
-    loss, stats, gradient = head_loss(-hidden[None], head, hidden, head, weights, shape)
+    loss, stats, gradient = HeadLoss(shape)(-hidden[None], head, hidden, head, weights)
     assert float(stats[0, TV]) == pytest.approx(1)
     assert float(stats[0, KL]) == pytest.approx(400)
     assert bool(loss.isfinite())
@@ -113,8 +114,7 @@ def test_distributions_without_common_support_have_tv_one_and_finite_gradient() 
 
 def test_rows_without_weight_give_no_gradient() -> None:
     student, head, hidden, rows, weights = inputs()
-    _, _, gradient = head_loss(
-        student, head, hidden, rows, weights, LossShape.of("hybrid", 1.0, 1.0)
-    )
+    loss = HeadLoss(LossShape.of("hybrid", 1.0, 1.0))
+    _, _, gradient = loss(student, head, hidden, rows, weights)
     zero = gradient.abs().sum(-1) == 0
     assert torch.equal(zero, weights == 0)

@@ -47,8 +47,8 @@ TARGET = DecoderConfig("llama", VOCABULARY, WIDTH, 48, 8, 4, 2, 8)
 OPTIONS = TrainerOptions(
     learning_rate=3e-3,
     warmup_steps=5,
-    micro_tokens=32,
-    batch_tokens=64,
+    micro_tokens=40,
+    batch_tokens=80,
     compute_dtype=torch.float32,
 )
 
@@ -119,7 +119,7 @@ def test_acceptance_rises_on_a_learnable_target_at_every_depth(dtype: torch.dtyp
     toy = Toy()
     trainer = toy.trainer(replace(OPTIONS, compute_dtype=dtype, learning_rate=1e-2))
     before = held_out_acceptance(toy, trainer)
-    steps_of(trainer, toy.buffer(), 120)
+    steps_of(trainer, toy.buffer(), 80)
     after = held_out_acceptance(toy, trainer)
     assert (before < 0.35).all()
     assert (after > 0.65).all()
@@ -225,8 +225,8 @@ def test_a_session_stops_within_one_piece_of_work_and_resumes() -> None:
         assert report.steps + report.micro_steps == pieces
         assert report.steps == pieces // 3
         assert spot.trainer.step == step + report.steps
-        assert report.lost_tokens == 32 * (pieces % 3)
-        assert report.tokens == 64 * report.steps
+        assert report.lost_tokens == 40 * (pieces % 3)
+        assert report.tokens == 80 * report.steps
         assert spot.trainer.pending_tokens == 0
         unchanged = weights_checksum(before) == weights_checksum(spot.trainer.weights())
         assert unchanged == (report.steps == 0)

@@ -164,7 +164,7 @@ def load_buffer(folder: Path, buffer: DataBuffer) -> None:
 
     Raises: CheckpointError if a file is missing or damaged.
     """
-    values = _load_json(folder / "samples.json", ("versions", "random"))
+    values = _load_json(folder / "samples.json", ("versions", "seed"))
     tensors = _load_tensors(folder / "samples.safetensors")
     try:
         buffer.restore(tensors, values)

@@ -11,8 +11,7 @@ Source: TLT (arXiv 2511.16665), one-step-offset sampling; the coverage rule is o
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -65,16 +64,26 @@ class Slice:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A live sample, where its next slice starts and how many queries were drawn from it."""
+    """A live sample: how often it was drawn whole, and which slice of it comes next."""
 
     sample: Sample
-    cursor: int | None = None
-    drawn: int = 0
+    passes: int = 0
+    part: int = 0
 
-    @property
-    def rank(self) -> tuple[float, int, tuple[int, ...]]:
-        """Least covered first; then the order of `sample.uid`."""
-        return self.drawn / self.sample.num_queries, self.sample.policy_version, self.sample.uid
+    def next_slice(self, max_queries: int) -> Slice:
+        """The next of the equal slices that the sample is cut into."""
+        total = self.sample.num_queries
+        parts = -(-total // max_queries)
+        part = min(self.part, parts - 1)
+        start, end = part * total // parts, (part + 1) * total // parts
+        return Slice(self.sample, self.sample.first_query + start, end - start)
+
+    def advance(self, piece: Slice) -> None:
+        """Count `piece` as drawn."""
+        self.part += 1
+        if piece.first + piece.count == self.sample.first_query + self.sample.num_queries:
+            self.passes += 1
+            self.part = 0
 
 
 @dataclass(slots=True)
@@ -90,10 +99,11 @@ class _Version:
 class DataBuffer:
     """Bounded store of samples with a deterministic, length-stratified draw.
 
-    A draw mixes `num_strata` groups of about equal token counts, from short to long responses: it
-    takes from the group least covered so far the sample least covered so far. Long samples are cut
-    into slices. The same contents, seed and sequence of calls give the same draws, whatever the
-    order of arrival within a step.
+    Draws go through the samples in passes, each pass in an order of its own that depends on `seed`
+    and the samples' uids, not on their order of arrival. Each draw mixes `num_strata` groups of
+    about equal token counts, from short to long responses. A sample longer than a draw is cut into
+    equal slices; shorter ones are taken whole, so little context is computed twice. A sample that
+    arrives during a pass joins that pass.
     """
 
     def __init__(
@@ -107,7 +117,7 @@ class DataBuffer:
         self.max_tokens = max_tokens
         self.long_share = long_share
         self.num_strata = num_strata
-        self._random = random.Random(seed)
+        self.seed = seed
         self._versions: dict[int, _Version] = {}
         self._current: int | None = None
         self._strata: list[list[_Entry]] | None = None
@@ -132,7 +142,7 @@ class DataBuffer:
 
     def samples(self) -> Iterator[Sample]:
         """All live samples, oldest version first."""
-        return (e.sample for version in self._versions.values() for e in version.entries)
+        return (entry.sample for entry in self._entries())
 
     def begin_step(self, policy_version: int, head_rows: Tensor) -> None:
         """Start a step: keep the long samples of the last one, forget everything older.
@@ -172,7 +182,7 @@ class DataBuffer:
         _check_sample(sample, self.max_tokens)
         if sample.num_queries < 1 or sample.prompt_len >= len(sample.ids):
             return False
-        self._versions[self._current].entries.append(_Entry(sample))
+        self._versions[self._current].entries.append(_Entry(sample, self._lowest_pass()))
         while self.tokens > self.max_tokens:
             self._evict()
         self._strata = None
@@ -183,26 +193,30 @@ class DataBuffer:
 
         Keys are the queries and up to `window - 1` pairs of context before each slice; they stay
         within `max_keys` unless the first slice alone exceeds it. No sample occurs twice. Empty if
-        the buffer is.
+        the buffer is. Cost: a few passes over the live samples in Python.
         """
-        if not len(self):
-            return []
         slices: list[Slice] = []
+        used: set[int] = set()
         queries = keys = 0
-        while queries < max_queries:
-            entry = self._next_entry(slices)
-            if entry is None:
-                break
-            piece = self._cut(entry, max_queries - queries, max_queries)
-            size = piece.count + min(window - 1, piece.first)
-            if slices and keys + size > max_keys:
-                break
-            end = piece.first + piece.count - entry.sample.first_query
-            entry.cursor = end % entry.sample.num_queries
-            entry.drawn += piece.count
+
+        def fits(entry: _Entry) -> bool:
+            if not slices:
+                return True
+            piece = entry.next_slice(max_queries)
+            return (
+                id(entry) not in used
+                and piece.sample.policy_version == slices[0].sample.policy_version
+                and queries + piece.count <= max_queries
+                and keys + _num_keys(piece, window) <= max_keys
+            )
+
+        while (entry := self._next_entry(fits)) is not None:
+            piece = entry.next_slice(max_queries)
+            entry.advance(piece)
+            used.add(id(entry))
             slices.append(piece)
             queries += piece.count
-            keys += size
+            keys += _num_keys(piece, window)
         return slices
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -217,11 +231,9 @@ class DataBuffer:
                 tensors[f"{prefix}.ids"] = sample.ids
                 tensors[f"{prefix}.features"] = sample.features
                 tensors[f"{prefix}.hidden"] = sample.hidden
-                entries.append([list(sample.uid), sample.prompt_len, entry.cursor, entry.drawn])
+                entries.append([list(sample.uid), sample.prompt_len, entry.passes, entry.part])
             versions.append({"version": number, "entries": entries})
-        kind, words, gauss = self._random.getstate()
-        generator = [kind, list(words), gauss]
-        return tensors, {"versions": versions, "random": generator}
+        return tensors, {"versions": versions, "seed": self.seed}
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take over a state from `state`; bounds stay those of this buffer."""
@@ -229,16 +241,15 @@ class DataBuffer:
         for item in values["versions"]:
             number = item["version"]
             version = _Version(tensors[f"{number}.head_rows"])
-            for index, (uid, prompt_len, cursor, drawn) in enumerate(item["entries"]):
+            for index, (uid, prompt_len, passes, part) in enumerate(item["entries"]):
                 ids, features, hidden = (
                     tensors[f"{number}.{index}.{name}"] for name in ("ids", "features", "hidden")
                 )
                 sample = Sample(tuple(uid), ids, features, hidden, prompt_len, number)
-                version.entries.append(_Entry(sample, cursor, drawn))
+                version.entries.append(_Entry(sample, passes, part))
             self._versions[number] = version
             self._current = number
-        kind, words, gauss = values["random"]
-        self._random.setstate((kind, tuple(words), gauss))
+        self.seed = values["seed"]
         self._strata = None
 
     def _long_part(self, version: _Version) -> _Version:
@@ -266,38 +277,40 @@ class DataBuffer:
         if not entries:
             del self._versions[oldest]
 
-    def _next_entry(self, taken: list[Slice]) -> _Entry | None:
-        """Least covered sample of the least covered stratum, of the version already drawn from."""
+    def _next_entry(self, fits: Callable[[_Entry], bool]) -> _Entry | None:
+        """Who is drawn from next: of the current pass, or else one pass ahead; never further."""
         if self._strata is None:
-            self._strata = _stratify(
-                (e for version in self._versions.values() for e in version.entries),
-                self.num_strata,
-            )
-        used = {id(piece.sample) for piece in taken}
-        for stratum in sorted(self._strata, key=_coverage):
-            fits = [
-                entry
-                for entry in stratum
-                if id(entry.sample) not in used
-                and (not taken or entry.sample.policy_version == taken[0].sample.policy_version)
-            ]
-            if fits:
-                return min(fits, key=lambda entry: entry.rank)
+            self._strata = _stratify(self._entries(), self.num_strata)
+        lowest = self._lowest_pass()
+        by_coverage = sorted(self._strata, key=_coverage)
+        for passes in (lowest, lowest + 1):
+            for stratum in by_coverage:
+                able = [entry for entry in stratum if entry.passes == passes and fits(entry)]
+                if able:
+                    return min(able, key=self._order)
         return None
 
-    def _cut(self, entry: _Entry, room: int, max_queries: int) -> Slice:
-        """The next slice of a sample; long samples start at a random place and wrap around."""
-        total = entry.sample.num_queries
-        if entry.cursor is None:
-            entry.cursor = 0 if total <= max_queries else self._random.randrange(total)
-        count = min(room, total - entry.cursor)
-        return Slice(entry.sample, entry.sample.first_query + entry.cursor, count)
+    def _entries(self) -> Iterator[_Entry]:
+        return (entry for version in self._versions.values() for entry in version.entries)
+
+    def _lowest_pass(self) -> int:
+        return min((entry.passes for entry in self._entries()), default=0)
+
+    def _order(self, entry: _Entry) -> tuple[bool, int]:
+        """Slices begun come first; else an order that changes with each pass."""
+        sample = entry.sample
+        place = hash((self.seed, entry.passes, sample.policy_version, *sample.uid))
+        return entry.part == 0, place
+
+
+def _num_keys(piece: Slice, window: int) -> int:
+    """Queries of a slice and the context before it."""
+    return piece.count + min(window - 1, piece.first)
 
 
 def _coverage(stratum: list[_Entry]) -> float:
-    """How often a token of the stratum was drawn, on average."""
-    queries = sum(entry.sample.num_queries for entry in stratum)
-    return sum(entry.drawn for entry in stratum) / max(1, queries)
+    """How often a sample of the stratum was drawn, on average."""
+    return sum(entry.passes + (entry.part > 0) / 2 for entry in stratum) / max(1, len(stratum))
 
 
 def _length(entry: _Entry) -> tuple[int, tuple[int, ...]]:

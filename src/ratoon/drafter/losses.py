@@ -19,12 +19,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 LossKind = Literal["kl", "tv", "hybrid"]
 
-# Columns of the statistics that `head_loss` sums per unroll step.
+# Columns of the statistics that `HeadLoss` sums per unroll step.
 ROWS, KL, TV, TOP1_ROWS, TOP1_AGREED = range(5)
 
 
@@ -42,33 +41,84 @@ class LossShape(NamedTuple):
         return LossShape(kl, tv, temperature)
 
 
-def head_loss(
-    student: Tensor,
-    head: Tensor,
-    teacher_hidden: Tensor,
-    teacher_head: Tensor,
-    weights: Tensor,
-    shape: LossShape,
-    chunk_rows: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of the loss over unroll steps and rows, and its gradient by the logits.
+class HeadLoss:
+    """The loss of one kind, with working memory that calls share.
 
-    Shapes: student `[K, U, D]` (inputs of the draft head), head `[Vd, D]`, teacher_hidden
-    `[U, Dt]`, teacher_head `[Vd, Dt]` (the target's head rows of the draft vocabulary), weights
-    `[K, U]`, 0 for rows without a student. Returns the loss (scalar), statistics `[K, 5]` and the
-    gradient `[K, U, Vd]` in the dtype of `student`. The statistics cover the rows with weight:
-    their number, the sums of kl and tv, and for the first chunk of rows alone (an argmax costs as
-    much as the rest) their number and how many top-1 agree.
-
-    Cost: logits `[(K+1)*U, Vd]` in the dtype of `student`; no host-device sync.
+    Fresh memory of this size costs more (page faults) than the arithmetic in it, so logits and
+    their gradients live in buffers that grow to what was needed and stay.
     """
-    if chunk_rows is None:
-        chunk_rows = 16 if student.device.type == "cpu" else 1024
-    with torch.no_grad():
-        teacher = F.linear(teacher_hidden, teacher_head)
-        logits = F.linear(student.flatten(0, 1), head).view(*student.shape[:2], -1)
-        loss, stats = _loss_into_gradient(logits, teacher, weights, shape, chunk_rows)
-    return loss, stats, logits
+
+    def __init__(self, shape: LossShape, chunk_rows: int | None = None) -> None:
+        self.shape = shape
+        self._chunk_rows = chunk_rows
+        self._teacher = _Rows()
+        self._gradients = _Rows()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        student: Tensor,
+        head: Tensor,
+        teacher_hidden: Tensor,
+        teacher_head: Tensor,
+        weights: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted sum of the loss over unroll steps and rows, and its gradient by the logits.
+
+        Shapes: student `[K, U, D]` (inputs of the draft head), head `[Vd, D]`, teacher_hidden
+        `[U, Dt]`, teacher_head `[Vd, Dt]` (the target's head rows of the draft vocabulary),
+        weights `[K, U]`, 0 for rows without a student. Returns the loss (scalar), statistics
+        `[K, 5]` and the gradient `[K, U, Vd]` in the dtype of `student`, valid until `clear`. The
+        statistics cover the rows with weight: their number, the sums of kl and tv, and for the
+        first chunk of rows alone (an argmax costs as much as the rest) their number and how many
+        top-1 agree.
+
+        Cost: two products over the draft vocabulary; no host-device sync.
+        """
+        on_cpu = student.device.type == "cpu"
+        chunk_rows = self._chunk_rows or (16 if on_cpu else 1024)
+        steps, rows, width = student.shape
+        self._teacher.clear()
+        teacher = self._teacher.take(rows, head)
+        torch.mm(teacher_hidden, teacher_head.t(), out=teacher)
+        logits = self._gradients.take(steps * rows, head)
+        torch.mm(student.reshape(-1, width), head.t(), out=logits)
+        logits = logits.view(steps, rows, -1)
+        loss, stats = _loss_into_gradient(logits, teacher, weights, self.shape, chunk_rows)
+        return loss, stats, logits
+
+    def gradients(self) -> Tensor:
+        """The gradients of all calls since `clear`, end to end, `[R, Vd]`."""
+        return self._gradients.taken()
+
+    def clear(self) -> None:
+        """Forget the gradients; their memory is used again."""
+        self._gradients.clear()
+
+
+class _Rows:
+    """Rows `[R, Vd]` handed out one block after another from one buffer that grows."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, 0)
+        self._used = 0
+
+    def take(self, rows: int, head: Tensor) -> Tensor:
+        """The next `rows` rows, uninitialised, as wide as `head [Vd, D]` is long."""
+        end = self._used + rows
+        if len(self._buffer) < end:
+            grown = head.new_empty(max(end, 2 * len(self._buffer)), len(head))
+            if self._used:
+                grown[: self._used] = self._buffer[: self._used]
+            self._buffer = grown
+        self._used = end
+        return self._buffer[end - rows : end]
+
+    def taken(self) -> Tensor:
+        return self._buffer[: self._used]
+
+    def clear(self) -> None:
+        self._used = 0
 
 
 def _loss_into_gradient(
@@ -79,7 +129,6 @@ def _loss_into_gradient(
     wide = torch.promote_types(logits.dtype, torch.float32)
     distances = torch.zeros(steps, rows, 2, dtype=wide, device=logits.device)
     agreed = torch.zeros(steps, rows, dtype=torch.bool, device=logits.device)
-    # One scratch for all chunks: fresh memory costs more (page faults) than the arithmetic.
     scratch = torch.empty(5, min(chunk_rows, rows), vocabulary, dtype=wide, device=logits.device)
     scale = (weights / shape.temperature).to(wide)[..., None]
     for start in range(0, rows, chunk_rows):

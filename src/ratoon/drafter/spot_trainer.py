@@ -153,8 +153,7 @@ class SpotSession:
     def _micro_step(self) -> bool:
         trainer, options = self._spot.trainer, self._spot.trainer.options
         window = trainer.drafter.config.window
-        room = min(options.micro_tokens, options.batch_tokens - trainer.pending_tokens)
-        slices = self._spot.buffer.draw(room, 4 * options.micro_tokens, window)
+        slices = self._spot.buffer.draw(options.micro_tokens, 4 * options.micro_tokens, window)
         if not slices:
             return False
         batch = MicroBatch.build(slices, options.unroll, window)

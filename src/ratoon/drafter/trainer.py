@@ -27,9 +27,9 @@ from ratoon.drafter.losses import (
     TOP1_AGREED,
     TOP1_ROWS,
     TV,
+    HeadLoss,
     LossKind,
     LossShape,
-    head_loss,
 )
 from ratoon.drafter.micro_batch import MicroBatch
 from ratoon.drafter.model import Eagle3Drafter
@@ -112,12 +112,17 @@ class DrafterTrainer:
         self.options = options
         self.step = 0
         self.tokens = 0
-        self._shape = LossShape.of(options.loss, options.tv_weight, options.temperature)
+        self._head_loss = HeadLoss(
+            LossShape.of(options.loss, options.tv_weight, options.temperature)
+        )
         self._layout = FlatLayout(drafter)
         self._master = adopt(drafter, self._layout)
         self._gradient = torch.zeros_like(self._master.detach())
         self._compute = self._master.detach().to(options.compute_dtype, copy=True)
+        # Weight gradients as the products give them; one pass makes them float32.
+        self._products = torch.zeros_like(self._compute)
         self._model = TrainedDrafter(drafter.config, self._layout.fused(self._compute))
+        self._head_inputs: list[Tensor] = []
         self._optimizer = torch.optim.AdamW(
             [self._master],
             lr=options.learning_rate,
@@ -151,10 +156,9 @@ class DrafterTrainer:
         Cost: one forward and backward over the batch, no host-device sync.
         """
         student = self._student(batch)
-        loss, stats, gradient = self._head_loss(student.detach(), batch, teacher_head)
-        flat = gradient.flatten(0, 1)
-        self._model.head.keep(flat, student.detach().flatten(0, 1))
-        student.backward((flat @ self._model.head.weight.detach()).view_as(student))
+        loss, stats, gradient = self._apply(self._head_loss, student.detach(), batch, teacher_head)
+        self._head_inputs.append(student.detach().flatten(0, 1))
+        student.backward((gradient.flatten(0, 1) @ self._model.head).view_as(student))
         self._stats += stats
         self._loss += loss
         self._pending_tokens += batch.num_queries
@@ -166,7 +170,7 @@ class DrafterTrainer:
         Cost: about five passes over the P numbers, one host-device sync.
         """
         options, stats = self.options, self._stats.cpu()
-        self._model.write_gradients(self._layout.fused(self._gradient))
+        self._write_gradient()
         normaliser = float((stats[:, ROWS] * self._decay.cpu()).sum())
         norm = float(torch.linalg.vector_norm(self._gradient)) / normaliser
         if not math.isfinite(norm):
@@ -200,14 +204,17 @@ class DrafterTrainer:
         """Forget the gradient gathered since the last optimizer step."""
         device = self._master.device
         self._model.discard_gradients()
+        self._head_loss.clear()
+        self._head_inputs.clear()
         self._pending_tokens = 0
         self._stats = torch.zeros(self.options.unroll, 5, dtype=torch.float64, device=device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch, teacher_head: Tensor) -> Tensor:
-        """Statistics `[K, 5]` of a batch, as `head_loss` sums them, without training."""
-        return self._head_loss(self._student(batch), batch, teacher_head)[1]
+        """Statistics `[K, 5]` of a batch, as `HeadLoss` sums them, without training."""
+        loss = HeadLoss(self._head_loss.shape)
+        return self._apply(loss, self._student(batch), batch, teacher_head)[1]
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the trainable tensors in the compute dtype, under their checkpoint names."""
@@ -253,18 +260,24 @@ class DrafterTrainer:
         rows = (batch.student_rows + offsets).flatten()
         return outputs.view(-1, width).index_select(0, rows).view(steps, -1, width)
 
-    def _head_loss(
-        self, student: Tensor, batch: MicroBatch, teacher_head: Tensor
+    def _apply(
+        self, loss: HeadLoss, student: Tensor, batch: MicroBatch, teacher_head: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = self.options.compute_dtype
-        return head_loss(
+        return loss(
             student,
-            self._model.head.weight.detach(),
+            self._model.head,
             batch.teacher_hidden.to(dtype),
             teacher_head.detach().to(dtype),
             self._decay[:, None] * batch.valid,
-            self._shape,
         )
+
+    def _write_gradient(self) -> None:
+        """Form all weight gradients gathered, in the master's dtype."""
+        views = self._layout.fused(self._products)
+        self._model.write_gradients(views)
+        torch.mm(self._head_loss.gradients().t(), torch.cat(self._head_inputs), out=views.head)
+        self._gradient.copy_(self._products)
 
     @torch.no_grad()
     def _refresh_compute(self) -> None:

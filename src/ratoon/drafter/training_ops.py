@@ -38,10 +38,7 @@ class TrainedLinear:
     def write_gradient(self, out: Tensor) -> None:
         """Fill `out [out, in]` with the sum over all calls kept, and forget them."""
         gradients, inputs = zip(*self._pairs, strict=True)
-        if len(self._pairs) == 1:
-            out.copy_(gradients[0].t() @ inputs[0])
-        else:
-            out.copy_(torch.cat(gradients).t() @ torch.cat(inputs))
+        torch.mm(torch.cat(gradients).t(), torch.cat(inputs), out=out)
         self._pairs.clear()
 
     def discard(self) -> None:

@@ -24,17 +24,19 @@ from ratoon.models.decoder import apply_rope
 
 
 class TrainedDrafter:
-    """The drafter's computation over compute copies of its tensors, with gradients.
+    """The drafter's computation up to its head, over compute copies of its tensors.
 
-    Norm weights get `.grad`; the matrices collect theirs (see `TrainedLinear`).
+    Norm weights get `.grad`; the matrices collect theirs (see `TrainedLinear`). The head's
+    gradient is the loss's business (see `HeadLoss`).
     """
 
     def __init__(self, config: DrafterConfig, weights: DrafterWeights) -> None:
         self.config = config
-        # The order of DrafterWeights.
-        self._matrices = tuple(TrainedLinear(weight) for weight in weights[:6])
+        # The order of DrafterWeights: five matrices, the head, the norms.
+        self._matrices = tuple(TrainedLinear(weight) for weight in weights[:5])
         self._norms = tuple(norm.detach().requires_grad_() for norm in weights[6:])
-        self.fc, self.qkv, self.o, self.gate_up, self.down, self.head = self._matrices
+        self.fc, self.qkv, self.o, self.gate_up, self.down = self._matrices
+        self.head = weights.head.detach()
         self.input_norm, self.hidden_norm, self.post_norm, self.norm = self._norms
 
     def head_inputs(self, embedding: Tensor, batch: MicroBatch, rope: Tensor) -> Tensor:
@@ -66,8 +68,8 @@ class TrainedDrafter:
 
     @torch.no_grad()
     def write_gradients(self, out: DrafterWeights) -> None:
-        """Fill `out` with the gradients gathered since the last call, and forget them."""
-        for matrix, view in zip(self._matrices, out[:6], strict=True):
+        """Fill `out`, all but its head, with the gradients gathered, and forget them."""
+        for matrix, view in zip(self._matrices, out[:5], strict=True):
             matrix.write_gradient(view)
         for norm, view in zip(self._norms, out[6:], strict=True):
             view.copy_(cast(Tensor, norm.grad))

@@ -1,0 +1,234 @@
+"""Speed of drafter training, against a plain implementation of the same step.
+
+Tokens are columns trained on: pairs that predict a response token. Context is not counted. One
+thread; shapes of SmolLM2-135M with a draft vocabulary of 8192; random states, since time does not
+depend on their values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ratoon.bench.intervals import median_interval
+from ratoon.drafter.data_buffer import DataBuffer, Sample
+from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
+from ratoon.drafter.spot_trainer import SpotTrainer
+from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
+from ratoon.models.decoder import DecoderConfig, apply_rope
+from ratoon.observe.provenance import provenance
+
+TARGET = DecoderConfig(
+    family="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rope_theta=100_000.0,
+)
+DRAFT_VOCABULARY = 8192
+WINDOW = 512
+PROMPT_TOKENS = 60
+NUM_SAMPLES = 64
+
+
+def run(rounds: int = 9, *, steps_per_round: int = 4, seed: int = 0) -> dict[str, Any]:
+    """Time `rounds` interleaved rounds of each arm; JSON values.
+
+    Arms: one unroll step, two unroll steps (the default of training), and the plain
+    implementation with one. `tokens_per_s` of each has a bootstrap interval of the median, as has
+    `speedup`, one unroll step over plain in the same round. `pieces_ms` are the times between two
+    questions whether to stop, with two unroll steps: stopping waits for at most one of them.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run(rounds, steps_per_round, seed)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(rounds: int, steps_per_round: int, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    options = TrainerOptions()
+    drafter, embedding, head = _random_drafter()
+    pieces: list[float] = []
+    arms: dict[str, Callable[[], float]] = {
+        "unroll_1": _spot_arm(drafter, embedding, head, replace(options, unroll=1), [], seed),
+        "unroll_2": _spot_arm(drafter, embedding, head, replace(options, unroll=2), pieces, seed),
+        "plain": _plain_arm(drafter, embedding, head, options, seed),
+    }
+    steps = {"unroll_1": steps_per_round, "unroll_2": steps_per_round, "plain": 1}
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds + 1):
+        for name, arm in arms.items():
+            tokens, seconds = 0.0, time.perf_counter()
+            for _ in range(steps[name]):
+                tokens += arm()
+            seconds = time.perf_counter() - seconds
+            if number:  # The first round warms up.
+                rates[name].append(tokens / seconds)
+        if not number:
+            pieces.clear()
+    speedup = [ours / plain for ours, plain in zip(rates["unroll_1"], rates["plain"], strict=True)]
+    milliseconds = torch.tensor(pieces, dtype=torch.float64) * 1e3
+    return {
+        "benchmark": "drafter",
+        "provenance": provenance(seed),
+        "config": {
+            "model": "SmolLM2-135M shapes",
+            "draft_vocab_size": DRAFT_VOCABULARY,
+            "window": WINDOW,
+            "batch_tokens": options.batch_tokens,
+            "micro_tokens": options.micro_tokens,
+            "compute_dtype": str(options.compute_dtype),
+            "threads": 1,
+            "compiler": False,
+        },
+        "tokens_per_s": {name: median_interval(values) for name, values in rates.items()},
+        "speedup": median_interval(speedup),
+        "pieces_ms": {
+            "median": float(milliseconds.median()),
+            "p99": float(milliseconds.quantile(0.99)),
+            "max": float(milliseconds.max()),
+        },
+    }
+
+
+def _random_drafter() -> tuple[Eagle3Drafter, Tensor, Tensor]:
+    """A drafter, the target's embedding and its head rows, with random values."""
+    drafter = Eagle3Drafter(DrafterConfig.for_target(TARGET, DRAFT_VOCABULARY, WINDOW))
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            parameter.data.normal_(std=0.02)
+    embedding = torch.empty(TARGET.vocab_size, TARGET.hidden_size).normal_(std=0.1)
+    return drafter, embedding.bfloat16(), embedding[:DRAFT_VOCABULARY].bfloat16()
+
+
+def _filled_buffer(head: Tensor, seed: int) -> DataBuffer:
+    """Responses of 40 to 300 tokens after a prompt."""
+    buffer = DataBuffer(100_000, seed=seed)
+    buffer.begin_step(1, head)
+    width = TARGET.hidden_size
+    for uid in range(NUM_SAMPLES):
+        length = PROMPT_TOKENS + int(torch.randint(40, 301, ()))
+        sample = Sample(
+            uid=(uid,),
+            ids=torch.randint(0, TARGET.vocab_size, (length,)),
+            features=torch.randn(length - 1, 3 * width).bfloat16(),
+            hidden=torch.randn(length - 1, width).bfloat16(),
+            prompt_len=PROMPT_TOKENS,
+            policy_version=1,
+        )
+        buffer.add(sample)
+    return buffer
+
+
+def _copy_of(drafter: Eagle3Drafter) -> Eagle3Drafter:
+    copy = Eagle3Drafter(drafter.config)
+    copy.load_state_dict(drafter.state_dict())
+    return copy
+
+
+def _spot_arm(
+    drafter: Eagle3Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    options: TrainerOptions,
+    pieces: list[float],
+    seed: int,
+) -> Callable[[], float]:
+    """One optimizer step per call; appends the time of each piece to `pieces`."""
+    trainer = DrafterTrainer(_copy_of(drafter), options)
+    trainer.set_embedding(embedding)
+    spot = SpotTrainer(
+        trainer, _filled_buffer(head, seed), lambda *_: None, publish_every=1_000_000
+    )
+    session = spot.start(lambda: False)
+
+    def step() -> float:
+        before, tokens = trainer.step, trainer.tokens
+        while trainer.step == before:
+            start = time.perf_counter()
+            session.run_once()
+            pieces.append(time.perf_counter() - start)
+        return trainer.tokens - tokens
+
+    return step
+
+
+def _plain_arm(
+    drafter: Eagle3Drafter, embedding: Tensor, head: Tensor, options: TrainerOptions, seed: int
+) -> Callable[[], float]:
+    """The same step as one would write it first: modules, autocast, a loop over documents."""
+    module = _copy_of(drafter)
+    documents = itertools.cycle(_filled_buffer(head, seed).samples())
+    optimizer = torch.optim.AdamW(
+        module.parameters(), options.learning_rate, options.betas, weight_decay=0.0
+    )
+    rope = module.config.rope_table(2048, torch.float32)
+
+    def step() -> float:
+        samples, tokens = [], 0
+        while tokens < options.batch_tokens:
+            samples.append(next(documents))
+            tokens += samples[-1].num_queries
+        optimizer.zero_grad()
+        for sample in samples:
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = _plain_logits(module, sample, embedding, rope)
+                teacher = F.linear(sample.hidden[sample.first_query + 1 :], head)
+            (_plain_loss(logits, teacher) / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), options.clip_norm)
+        optimizer.step()
+        return tokens
+
+    return step
+
+
+def _plain_logits(module: Eagle3Drafter, sample: Sample, embedding: Tensor, rope: Tensor) -> Tensor:
+    """Draft logits of a whole document's response, one unroll step."""
+    config, layer = module.config, module.midlayer
+    pairs = len(sample.ids) - 2
+    hidden = module.fc(sample.features[:pairs])
+    embedded = layer.input_layernorm(embedding[sample.ids[1:-1]].float())
+    joined = torch.cat([embedded, layer.hidden_norm(hidden)], -1)
+    attention = layer.self_attn
+    query, key, value = (
+        linear(joined).view(pairs, -1, config.head_dim)
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    cos, sin = rope[:, :pairs, None]
+    query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+    share = config.num_heads // config.num_kv_heads
+    attended = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.repeat_interleave(share, 1).transpose(0, 1)[None],
+        value.repeat_interleave(share, 1).transpose(0, 1)[None].to(query.dtype),
+        is_causal=True,
+    )
+    x = hidden + attention.o_proj(attended[0].transpose(0, 1).reshape(pairs, -1))
+    normed = layer.post_attention_layernorm(x)
+    mlp = layer.mlp
+    x = x + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+    logits: Tensor = module.lm_head(module.norm(x))
+    return logits[sample.first_query :]
+
+
+def _plain_loss(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Hybrid loss over whole float32 rows, with the metrics that one logs at each step."""
+    p, student = teacher.float().softmax(-1), logits.float().log_softmax(-1)
+    kl = F.kl_div(student, p, reduction="sum")
+    tv = (student.exp() - p).abs().sum() / 2
+    (logits.argmax(-1) == teacher.argmax(-1)).float().mean().item()
+    return kl + tv
