@@ -123,6 +123,11 @@ class RLConfig(Settings):
     drafter: Drafter = Field(Drafter(), description="The learned drafter.")
     spot: Spot = Field(Spot(), description="Training the drafter in idle time.")
     workers: Workers = Field(Workers(), description="Processes.")
+    replay_last_step: bool = Field(
+        False,
+        description="At the end, replay the last rollout with and without speculation, from the "
+        "state before it: the tokens are compared and both times reported.",
+    )
     evaluation: Evaluation = Field(Evaluation(), description="Held-out evaluation.")
     checkpoint: Checkpoints = Field(Checkpoints(), description="States to resume from.")
 
@@ -164,6 +169,11 @@ class RLConfig(Settings):
                 not self.spot.enabled,
                 f"spot.enabled = true would have no effect because {why}; set it to false",
             )
+        require(
+            self.speculation.enabled or not self.replay_last_step,
+            "replay_last_step would compare nothing because speculation.enabled is false; "
+            "set it to false",
+        )
         if self.data.eval is None:
             forbid_without_effect("evaluation", self.evaluation, "data.eval is null")
         if any(reward.kind == "reasoning_gym" for reward in self.rewards):

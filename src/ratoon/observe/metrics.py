@@ -32,6 +32,15 @@ METRICS: dict[str, Metric] = {
     "policy/entropy": Metric("nats/token", "Entropy of the policy over its own responses"),
     "policy/grad_norm": Metric("", "Gradient norm before clipping"),
     "policy/clip_frac": Metric("", "Share of tokens whose ratio was clipped"),
+    "policy/ratio_mean": Metric("", "Mean ratio of new to old probability"),
+    "policy/tokens": Metric("tokens", "Tokens of the update, prompts included"),
+    "policy/tokens_per_s": Metric("tokens/s", "Update speed, all workers together"),
+    "policy/engine_logprob_diff_mean": Metric(
+        "nats", "Mean difference of engine and trainer log-probabilities"
+    ),
+    "policy/engine_logprob_equal_frac": Metric(
+        "", "Share of tokens whose engine and trainer log-probabilities have equal bits"
+    ),
     "policy/ratio_max": Metric("", "Largest ratio of new to old probability"),
     "policy/lr": Metric("", "Learning rate of the step"),
     "policy/engine_logprob_diff_max": Metric(
@@ -39,6 +48,8 @@ METRICS: dict[str, Metric] = {
     ),
     "sft/loss": Metric("nats/token", "Mean loss on completions"),
     "sft/eval_loss": Metric("nats/token", "Mean loss on held-out completions"),
+    "sft/grad_norm": Metric("", "Gradient norm before clipping"),
+    "sft/lr": Metric("", "Learning rate of the step"),
     "sft/tokens": Metric("tokens", "Tokens of the step, prompts included"),
     "sft/tokens_per_s": Metric("tokens/s", "Training speed, all workers together"),
     "rollout/tokens": Metric("tokens", "Response tokens generated in the step"),

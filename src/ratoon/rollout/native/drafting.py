@@ -124,8 +124,8 @@ class Drafting:
         assert self._learned is not None
         lengths = rows.lengths[:num_live] + rows.carried[:num_live]
         window = self._learned.config.window
-        # A confirmation that failed takes tokens back: the observed count may exceed the length.
-        seen = torch.minimum(self._observed[:num_live], lengths)
+        # A confirmation that failed replaces a token: the pair that reads it is observed again.
+        seen = torch.minimum(self._observed[:num_live], (lengths - 1).clamp_min(0))
         start = torch.maximum(seen, lengths - window)
         counts = lengths - start
         longest = int(counts.max())

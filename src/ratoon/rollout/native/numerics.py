@@ -91,16 +91,27 @@ def _check_batches(model: InferenceModel) -> Iterator[tuple[str, bool]]:
         yield name, torch.equal(logits, expected[:num_new])
 
 
-def decode(model: InferenceModel, cache: KVCache, tokens: Tensor, lengths: list[int]) -> Tensor:
-    """Logits `[B, N, V]` of a chain of new tokens `[B, N]` behind `lengths` cached ones."""
+def decode(
+    model: InferenceModel,
+    cache: KVCache,
+    tokens: Tensor,
+    lengths: list[int],
+    ancestors: Tensor | None = None,
+) -> Tensor:
+    """Logits `[B, N, V]` of new tokens `[B, N]` behind `lengths` cached ones.
+
+    The new tokens form a chain, or the tree of `ancestors [N, N]` (ancestor or self).
+    """
     num_rows, num_new = tokens.shape
     device = tokens.device
     starts = torch.tensor(lengths, device=device)
-    ancestors = torch.ones(num_new, num_new, dtype=torch.bool, device=device).tril()
+    if ancestors is None:
+        ancestors = torch.ones(num_new, num_new, dtype=torch.bool, device=device).tril()
     group = model.config.num_heads // model.config.num_kv_heads
     width = round_up_width(max(lengths) + num_new)
     mask = attention_mask(starts, ancestors.expand(num_rows, -1, -1), width, group)
-    positions = starts[:, None] + torch.arange(num_new, device=device)
+    positions = starts[:, None] + ancestors.sum(1) - 1
     slots = torch.arange(num_rows, device=device)[:, None] * cache.num_positions
-    hidden, _ = model.forward(tokens, positions, (slots + positions).reshape(-1), mask, cache)
+    entries = slots + starts[:, None] + torch.arange(num_new, device=device)
+    hidden, _ = model.forward(tokens, positions, entries.reshape(-1), mask, cache)
     return model.logits(hidden).view(num_rows, num_new, -1)

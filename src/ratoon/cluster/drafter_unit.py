@@ -1,0 +1,172 @@
+"""A worker's learned drafter: the copy it drafts with, and the one it trains in idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ratoon.cluster.exchange import NUM_SLOTS, DrafterExchange
+from ratoon.cluster.messages import DrafterPublished, SpotResult, TakeDrafter
+from ratoon.cluster.spec import DraftingSpec
+from ratoon.drafter.checkpoint import (
+    apply_weights,
+    load_checkpoint,
+    load_drafter,
+    save_checkpoint,
+)
+from ratoon.drafter.data_buffer import DataBuffer, Sample
+from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
+from ratoon.drafter.spot_trainer import SpotSession, SpotTrainer
+from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
+from ratoon.models.decoder import Decoder
+from ratoon.rollout.native.engine import Finished
+
+
+class DrafterUnit:
+    """Everything of one worker that belongs to the learned drafter.
+
+    `send` is called with each publication.
+    """
+
+    def __init__(
+        self,
+        spec: DraftingSpec,
+        trainer: DrafterTrainer,
+        *,
+        folder: Path,
+        seed: int,
+        version: int,
+        send: Callable[[DrafterPublished], None],
+    ) -> None:
+        self._send = send
+        self.trainer = trainer
+        self.served = Eagle3Drafter(trainer.drafter.config).to(trainer.drafter.d2t.device)
+        self.served.load_state_dict(trainer.drafter.state_dict())
+        self.exchange = DrafterExchange(folder, self.served)
+        self.buffer = DataBuffer(spec.spot.buffer_tokens, seed=seed)
+        self._spot = SpotTrainer(
+            self.trainer,
+            self.buffer,
+            self._publish,
+            publish_every=spec.spot.publish_every_steps,
+            deterministic_steps=spec.spot.deterministic_steps,
+            version=version,
+        )
+        self._session: SpotSession | None = None
+        self._served_version = version
+
+    @property
+    def version(self) -> int:
+        """Number of the last publication that this worker knows of."""
+        return self._spot.version
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a session is open."""
+        return self._session is not None
+
+    def begin_step(self, policy_version: int, head: Tensor, embedding: Tensor) -> None:
+        """The policy changed: keep last step's long samples, use its embedding from here on."""
+        self.buffer.begin_step(policy_version, head[self.served.draft_ids].clone())
+        self.trainer.set_embedding(embedding)
+
+    def add(self, finished: Finished) -> None:
+        """Store a finished response for training."""
+        completion = finished.completion
+        assert finished.features is not None
+        assert finished.hidden is not None
+        ids = torch.tensor(completion.prompt_ids + completion.token_ids)
+        self.buffer.add(
+            Sample(
+                uid=(completion.key.row, completion.key.sample, completion.key.attempt),
+                ids=ids.to(finished.features.device),
+                features=finished.features,
+                hidden=finished.hidden,
+                prompt_len=len(completion.prompt_ids),
+                policy_version=completion.policy_version,
+            )
+        )
+
+    def start(self, version: int) -> None:
+        """Begin a session; `version` is the newest publication of any worker."""
+        self.exchange.load_training(self.trainer)
+        self._spot.version = version
+        self._session = self._spot.start(lambda: False)
+
+    def run_once(self) -> bool:
+        """One piece of training; false if there is nothing to do."""
+        assert self._session is not None
+        return self._session.run_once()
+
+    def stop(self, ended_s: Callable[[], float]) -> SpotResult:
+        """End the session, publish what nobody has got yet, and leave the state for others."""
+        assert self._session is not None
+        report = self._session.close()
+        ended = ended_s()
+        self._session = None
+        if report.steps:
+            if self._spot.unpublished_steps:
+                self._spot.publish()
+            self.exchange.store_training(self.trainer)
+        last = report.metrics[-1] if report.metrics else None
+        return SpotResult(
+            tokens=report.tokens,
+            steps=report.steps,
+            published=report.published,
+            loss=last.loss if last else None,
+            acceptance=last.acceptance if last else (),
+            ended_s=ended,
+        )
+
+    def take(self, message: TakeDrafter) -> None:
+        """Make published weights the served ones."""
+        if message.version == self._served_version:
+            return
+        apply_weights(self.served, self.exchange.read(message.slot), message.checksum)
+        self._served_version = message.version
+        self._spot.version = max(self._spot.version, message.version)
+
+    def save(self, folder: Path) -> None:
+        """Write drafter and optimizer as the last session left them."""
+        self.exchange.load_training(self.trainer)
+        save_checkpoint(folder, self.trainer, self.version)
+
+    def _publish(self, weights: dict[str, Tensor], version: int, checksum: str) -> None:
+        slot = version % NUM_SLOTS
+        self.exchange.publish(slot, weights)
+        self._send(DrafterPublished(version, checksum, slot))
+
+
+def trainer_options(spec: DraftingSpec) -> TrainerOptions:
+    """The drafter trainer's options from the configuration."""
+    return TrainerOptions(
+        learning_rate=spec.drafter.lr,
+        unroll=spec.drafter.unroll,
+        loss=spec.drafter.loss,
+        temperature=spec.temperature,
+        batch_tokens=spec.drafter.batch_tokens,
+    )
+
+
+def new_trainer(
+    spec: DraftingSpec, decoder: Decoder, vocabulary: Tensor, seed: int
+) -> DrafterTrainer:
+    """A trainer at its start; the same on every worker: the noise is drawn from the run's seed."""
+    if spec.drafter.path is not None:
+        return DrafterTrainer(load_drafter(spec.drafter.path), trainer_options(spec))
+    config = DrafterConfig.for_target(
+        decoder.config, spec.drafter.draft_vocab_size, spec.drafter.window
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = Eagle3Drafter.from_target(config, decoder, vocabulary)
+    return DrafterTrainer(drafter, trainer_options(spec))
+
+
+def restored_trainer(spec: DraftingSpec, folder: Path) -> DrafterTrainer:
+    """The trainer that `DrafterUnit.save` wrote."""
+    trainer, _ = load_checkpoint(folder, trainer_options(spec))
+    return trainer

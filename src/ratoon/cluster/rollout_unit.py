@@ -1,0 +1,167 @@
+"""A worker's engine: built from the configuration, given new weights, rewound for a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ratoon.cluster.spec import DraftingSpec, WorkerSpec
+from ratoon.config.speculation import Speculation
+from ratoon.drafter.learned import LearnedDrafter
+from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
+from ratoon.drafter.suffix import SuffixDrafter
+from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.rollout.native.drafting import Drafting
+from ratoon.rollout.native.engine import RolloutEngine, positions_needed
+from ratoon.rollout.native.forward import InferenceModel
+from ratoon.rollout.native.numerics import InvarianceReport, check_invariance
+from ratoon.speculation.strategy import PLAIN, Strategy, StrategyTable
+
+Numerics = Literal["invariant", "tolerant"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """An engine's state before a step: what a replay of the step starts from."""
+
+    model: InferenceModel
+    policy_version: int
+    drafting: dict[str, Any] | None
+    served: Eagle3Drafter | None
+
+
+class StrategyRule:
+    """The strategy of a step from its live batch; remembers the tier for hysteresis."""
+
+    def __init__(self, table: StrategyTable) -> None:
+        self._table = table
+        self._state = 0
+
+    def __call__(self, num_live: int) -> Strategy:
+        """See `StrategyTable.pick`."""
+        strategy, self._state = self._table.pick(num_live, self._state)
+        return strategy
+
+
+class RolloutUnit:
+    """The engine of one worker, with the drafters that the configuration names."""
+
+    def __init__(self, spec: WorkerSpec, decoder: Decoder) -> None:
+        assert spec.rollout is not None
+        self._dtype = DTYPES[spec.model.dtype]
+        self._drafting_spec = spec.drafting
+        rows, length = spec.rollout.max_batch, spec.rollout.max_length
+        self.drafting = None
+        self._taps: tuple[int, ...] = ()
+        if spec.drafting is not None and spec.drafting.speculation.enabled:
+            self.drafting = self._make_drafting(spec.drafting, decoder.config, rows, length, spec)
+        self._num_positions = positions_needed(length, self.drafting)
+        model = self._build(decoder)
+        self.invariance: InvarianceReport | None = None
+        if spec.rollout.numerics == "invariant":
+            self.invariance = check_invariance(model)
+        self.numerics: Numerics = (
+            "invariant" if self.invariance is not None and self.invariance.holds else "tolerant"
+        )
+        self.engine = RolloutEngine(
+            model,
+            max_rows=rows,
+            max_length=length,
+            vocab_limit=spec.vocab_limit,
+            drafting=self.drafting,
+            confirm=self.numerics == "invariant",
+            prefill_chunk=spec.rollout.prefill_chunk,
+        )
+        self._recorded: _Recorded | None = None
+
+    def serve(self, decoder: Decoder, version: int) -> None:
+        """Decode with the decoder's weights from here on."""
+        self.engine.use_model(self._build(decoder), version)
+
+    def load_drafter(self, served: Eagle3Drafter) -> None:
+        """Draft with these weights and the served policy's embedding."""
+        assert self.drafting is not None
+        self.drafting.load(served, self.engine.model.embedding)
+
+    def begin(self, *, speculate: bool, collect: bool) -> None:
+        """Prepare for a rollout: whether to guess ahead, whether to keep states for training."""
+        self.engine.collect = collect
+        self.engine.use_rule(self._rule() if speculate and self.drafting else lambda _: PLAIN)
+
+    def record(self, served: Eagle3Drafter | None) -> None:
+        """Keep the state as it is before a rollout, so that the rollout can be replayed."""
+        copy = None
+        if served is not None:
+            copy = Eagle3Drafter(served.config)
+            copy.load_state_dict(served.state_dict())
+        drafting = self.drafting.state_dict() if self.drafting is not None else None
+        model = self.engine.model
+        self._recorded = _Recorded(model, self.engine.policy_version, drafting, copy)
+
+    def rewind(self) -> None:
+        """Go back to the recorded state; `serve` leads back to the present."""
+        recorded = self._recorded
+        if recorded is None:
+            raise RuntimeError("nothing was recorded to rewind to")
+        self.engine.use_model(recorded.model, recorded.policy_version)
+        if self.drafting is not None and recorded.drafting is not None:
+            self.drafting.load_state_dict(recorded.drafting)
+            if recorded.served is not None:
+                self.drafting.load(recorded.served, recorded.model.embedding)
+
+    def _build(self, decoder: Decoder) -> InferenceModel:
+        return InferenceModel(
+            decoder, num_positions=self._num_positions, dtype=self._dtype, taps=self._taps
+        )
+
+    def _rule(self) -> StrategyRule:
+        assert self._drafting_spec is not None
+        settings = self._drafting_spec.speculation
+        tiers = [(settings.max_live_batch, strategy_of(settings))]
+        return StrategyRule(StrategyTable(tiers, slack=settings.hysteresis))
+
+    def _make_drafting(
+        self, spec: DraftingSpec, config: DecoderConfig, rows: int, length: int, worker: WorkerSpec
+    ) -> Drafting:
+        settings = spec.speculation
+        learned = None
+        if settings.uses_learned:
+            shape = DrafterConfig.for_target(
+                config, spec.drafter.draft_vocab_size, spec.drafter.window
+            )
+            self._taps = shape.taps
+            learned = LearnedDrafter(
+                shape,
+                num_rows=rows,
+                num_positions=length + settings.budget + settings.depth + 1,
+                num_tree_slots=settings.beam * max(1, settings.depth - 1),
+                dtype=self._dtype,
+            )
+        return Drafting(
+            num_rows=rows,
+            vocab_limit=worker.vocab_limit,
+            max_nodes=settings.budget + 1,
+            suffix=SuffixDrafter(rows) if "suffix" in settings.drafters else None,
+            learned=learned,
+        )
+
+    @property
+    def embedding(self) -> Tensor:
+        """The served policy's token embedding `[V, D]`."""
+        return self.engine.model.embedding
+
+
+def strategy_of(settings: Speculation) -> Strategy:
+    """The configured tree."""
+    return Strategy(
+        depth=settings.depth,
+        branching=settings.branching,
+        beam=settings.beam,
+        budget=settings.budget,
+        use_learned="learned" in settings.drafters,
+        use_suffix="suffix" in settings.drafters,
+    )

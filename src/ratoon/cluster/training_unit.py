@@ -1,0 +1,89 @@
+"""A worker's share of the policy's training: RL updates or supervised steps, and their state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from ratoon.cluster.rollout_unit import DTYPES
+from ratoon.cluster.spec import TrainingSpec, WorkerSpec
+from ratoon.models.decoder import Decoder
+from ratoon.training.checkpoint import load_trainer, save_trainer
+from ratoon.training.core import Example, TrainerCore
+from ratoon.training.data_parallel import DataParallel
+from ratoon.training.optimizer import OptimizerSettings
+from ratoon.training.policy_trainer import PolicyLossSettings, PolicyTrainer
+from ratoon.training.samples import Sample
+from ratoon.training.sft import SFTTrainer
+
+
+class TrainingUnit:
+    """Trains `decoder` in place, together with the other workers."""
+
+    def __init__(self, spec: WorkerSpec, training: TrainingSpec, decoder: Decoder) -> None:
+        settings = training.optimizer
+        minibatches = training.algorithm.minibatches if training.algorithm is not None else 1
+        group = distributed.group.WORLD if spec.count > 1 else None
+        self._minibatches = minibatches
+        self._core = TrainerCore(
+            decoder,
+            OptimizerSettings(
+                lr=settings.lr,
+                betas=settings.betas,
+                weight_decay=settings.weight_decay,
+                max_grad_norm=settings.max_grad_norm,
+                warmup_steps=settings.warmup_steps,
+                schedule=settings.schedule,
+                total_steps=training.total_steps * minibatches,
+            ),
+            compute_dtype=DTYPES[spec.model.dtype],
+            micro_batch_tokens=training.update.micro_batch_tokens,
+            temperature=training.temperature,
+            vocab_limit=spec.vocab_limit,
+            workers=DataParallel(group),
+        )
+        self._policy = None
+        self._sft = None
+        if training.algorithm is None:
+            self._sft = SFTTrainer(self._core)
+            return
+        algorithm = training.algorithm
+        constant = algorithm.name == "dr_grpo"
+        loss = PolicyLossSettings(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            reduction="constant" if constant else "token_mean",
+            max_tokens=training.max_tokens if constant else None,
+            kl_coef=algorithm.kl_coef,
+            kl_estimator=algorithm.kl_estimator,
+        )
+        reference = copy.deepcopy(self._core.compute) if algorithm.kl_coef > 0 else None
+        self._policy = PolicyTrainer(self._core, loss, reference=reference)
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One RL step; see `PolicyTrainer.update`."""
+        assert self._policy is not None
+        return self._policy.update(samples, minibatches=self._minibatches)
+
+    def train_batch(self, examples: Sequence[Example]) -> dict[str, float]:
+        """One supervised step; see `SFTTrainer.step`."""
+        assert self._sft is not None
+        return self._sft.step(examples)
+
+    def evaluate_batch(self, examples: Sequence[Example]) -> float:
+        """Mean loss per completion token of all examples."""
+        assert self._sft is not None
+        return self._sft.evaluate(examples)
+
+    def save(self, folder: Path) -> None:
+        """Write master weights, moments and counters."""
+        save_trainer(folder, self._core)
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote."""
+        with torch.no_grad():
+            load_trainer(folder, self._core)

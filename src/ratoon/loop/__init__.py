@@ -1,0 +1,1 @@
+"""The loops: one rollout, one RL step, a whole run. Read `rl_step.py` first."""

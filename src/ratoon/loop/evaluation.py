@@ -1,0 +1,81 @@
+"""Held-out evaluation: the same prompts with the same noise each time, so differences are paired."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ratoon.loop.order import make_groups
+from ratoon.loop.rl_step import RunContext, add_spans
+from ratoon.loop.rollout import Rollout, RolloutResult
+from ratoon.loop.scoring import Scorer
+from ratoon.records import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Mean reward of each held-out prompt, in order, and the rollout that gave them."""
+
+    rewards: tuple[float, ...]
+    rollout: RolloutResult
+
+    @property
+    def mean(self) -> float:
+        """Mean over prompts."""
+        return statistics.fmean(self.rewards)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean; 0 for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def paired_difference(before: EvalResult, after: EvalResult) -> tuple[float, float]:
+    """Mean and standard error of after - before over prompts."""
+    gains = [b - a for a, b in zip(before.rewards, after.rewards, strict=True)]
+    return statistics.fmean(gains), standard_error(gains)
+
+
+def evaluate(run: RunContext, step: int) -> EvalResult:
+    """Draw and score responses to the held-out prompts with the policy as it is served."""
+    config, observer, clock = run.config, run.observer, run.observer.clock
+    samples = config.evaluation.samples
+    started = clock.now()
+    groups = make_groups(
+        run.held_out,
+        seed=config.seed,
+        stream=Stream.EVAL,
+        round_index=0,
+        group_size=samples,
+        max_tokens=config.sampling.max_tokens,
+        eos_ids=run.tokenizer.eos_ids,
+        temperature=config.sampling.temperature,
+    )
+    scorer = Scorer(run.pool, run.tokenizer, run.held_out)
+    rollout = Rollout(
+        run.workers,
+        observer,
+        run.ledger,
+        capacity=config.rollout.max_batch,
+        step=step,
+        on_response=scorer.submit,
+        activity="evaluation",
+    ).run(groups)
+    results = scorer.results(rollout.completions)
+    scores = [result.score for result in results]
+    rewards = tuple(
+        statistics.fmean(scores[start : start + samples]) for start in range(0, len(scores), samples)
+    )
+    observer.completions("eval", step, scorer.records(rollout.completions, results))
+    observer.metrics(
+        step,
+        {
+            "eval/reward": statistics.fmean(rewards),
+            "eval/reward_stderr": standard_error(rewards),
+            "eval/tokens_mean": statistics.fmean(len(c.token_ids) for c in rollout.completions),
+            "time/evaluation_s": clock.now() - started,
+        },
+    )
+    return EvalResult(rewards, rollout)

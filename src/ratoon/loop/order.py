@@ -1,0 +1,61 @@
+"""Which prompts a step sees, and which responses it asks for: pure functions of seed and step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from ratoon.records import DrawKey, Prompt, Request, SamplingParams, Stream
+
+Group = tuple[Request, ...]
+
+
+def prompts_of_step(prompts: Sequence[Prompt], step: int, count: int, seed: int) -> list[Prompt]:
+    """The `count` prompts of a step (steps count from 1): epoch after epoch, each in an order of
+    its own.
+    """
+    chosen: list[Prompt] = []
+    position = (step - 1) * count
+    while len(chosen) < count:
+        epoch, start = divmod(position + len(chosen), len(prompts))
+        order = list(range(len(prompts)))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        chosen += [prompts[row] for row in order[start : start + count - len(chosen)]]
+    return chosen
+
+
+def make_groups(
+    prompts: Sequence[Prompt],
+    *,
+    seed: int,
+    stream: Stream,
+    round_index: int,
+    group_size: int,
+    max_tokens: int,
+    eos_ids: tuple[int, ...],
+    temperature: float,
+) -> list[Group]:
+    """The requests of each prompt's group.
+
+    A prompt that is drawn twice in one step (a data set smaller than a step) gets other samples the
+    second time.
+    """
+    params = SamplingParams(temperature=temperature)
+    seen: dict[int, int] = {}
+    groups = []
+    for prompt in prompts:
+        first = seen.get(prompt.row, 0)
+        seen[prompt.row] = first + group_size
+        groups.append(
+            tuple(
+                Request(
+                    key=DrawKey(seed, stream, round_index, prompt.dataset, prompt.row, sample),
+                    prompt_ids=prompt.ids,
+                    max_tokens=max_tokens,
+                    eos_ids=eos_ids,
+                    params=params,
+                )
+                for sample in range(first, first + group_size)
+            )
+        )
+    return groups

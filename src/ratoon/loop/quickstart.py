@@ -1,0 +1,108 @@
+"""The main job end to end: a short warm start, then reinforcement learning with spot training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ratoon.config import build_config, resolved_yaml
+from ratoon.config.rl import RLConfig
+from ratoon.config.sft import SFTConfig
+from ratoon.loop.rl_run import run_rl
+from ratoon.loop.sft_run import run_sft
+from ratoon.models.fetch import fetch
+from ratoon.models.tiny import make_tiny_model
+from ratoon.observe.observer import Observer
+from ratoon.observe.provenance import provenance
+from ratoon.observe.run_folder import RunFolder
+
+MODEL = "smollm2-135m"
+
+# Sums with a geometric number of terms: a few solutions are several times as long as most.
+TASK = {"kind": "arithmetic", "max_terms": 10, "max_value": 50}
+SFT: dict[str, Any] = {
+    "seed": 1,
+    "data": {"train": TASK | {"size": 4000, "seed": 1}},
+    "steps": 24,
+    "max_length": 512,
+    "optimizer": {"lr": 1e-4, "warmup_steps": 2},
+    "update": {"batch_tokens": 4096, "micro_batch_tokens": 2048},
+}
+RL: dict[str, Any] = {
+    "seed": 1,
+    "steps": 12,
+    "data": {
+        "train": TASK | {"size": 2000, "seed": 2},
+        "eval": TASK | {"size": 96, "seed": 3},
+    },
+    "rewards": [{"kind": "number"}],
+    "sampling": {"max_tokens": 192},
+    "algorithm": {"prompts_per_step": 8, "group_size": 8},
+    "optimizer": {"lr": 1e-5},
+    "update": {"micro_batch_tokens": 2048},
+    "rollout": {"max_length": 384, "max_batch": 32},
+    "drafter": {"draft_vocab_size": 1024, "window": 256},
+    "evaluation": {"prompts": 96},
+    "checkpoint": {"every": 1000},
+    "replay_last_step": True,
+}
+
+TINY_TASK = {"kind": "arithmetic", "max_terms": 6, "max_value": 9}
+TINY_SFT: dict[str, Any] = {
+    "seed": 1,
+    "data": {"train": TINY_TASK | {"size": 4000, "seed": 1}},
+    "steps": 150,
+    "max_length": 128,
+    "optimizer": {"lr": 3e-3, "warmup_steps": 10},
+    "update": {"batch_tokens": 4096, "micro_batch_tokens": 4096},
+}
+TINY_RL: dict[str, Any] = {
+    "seed": 1,
+    "steps": 8,
+    "data": {
+        "train": TINY_TASK | {"size": 1000, "seed": 2},
+        "eval": TINY_TASK | {"size": 64, "seed": 3},
+    },
+    "rewards": [{"kind": "number"}],
+    "sampling": {"max_tokens": 96},
+    "algorithm": {"prompts_per_step": 8, "group_size": 8},
+    "optimizer": {"lr": 1e-4},
+    "rollout": {"max_length": 128, "max_batch": 32},
+    "drafter": {"window": 64},
+    "evaluation": {"prompts": 64},
+    "checkpoint": {"every": 1000},
+    "replay_last_step": True,
+}
+
+
+def run_quickstart(tiny: bool, target: Path, observer: Observer) -> None:
+    """Run the quickstart into `target`; the warm start's own folder lies in there.
+
+    Raises: RatoonError of all kinds.
+    """
+    sft, rl = (TINY_SFT, TINY_RL) if tiny else (SFT, RL)
+    observer.phase("model")
+    model = target.with_name(f"{target.name}-start") if tiny else Path("models") / MODEL
+    if tiny:
+        make_tiny_model(model)
+    else:
+        fetch(MODEL, model)
+    warm = {"output_dir": str(target.parent), "name": f"{target.name}-warm-start"}
+    sft_config = build_config(SFTConfig, {**sft, **warm, "model": {"path": str(model)}})
+    sft_folder = _create(sft_config)
+    with observer.within(sft_folder) as warm_observer:
+        run_sft(sft_config, sft_folder, warm_observer)
+    where = {"output_dir": str(target.parent), "name": target.name}
+    start = {"path": str(sft_folder.model)}
+    rl_config = build_config(RLConfig, {**rl, **where, "model": start})
+    folder = _create(rl_config)
+    with observer.within(folder) as inner:
+        run_rl(rl_config, folder, inner)
+
+
+def _create(config: SFTConfig | RLConfig) -> RunFolder:
+    return RunFolder.create(
+        config.output_dir / config.name,
+        config_yaml=resolved_yaml(config),
+        provenance=provenance(config.seed),
+    )

@@ -1,0 +1,95 @@
+"""Replaying a recorded step with and without speculation: same tokens, both times.
+
+Both arms start from the state before the step (policy, drafter, suffix index, calibration), so
+that neither has seen what it is about to generate.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ratoon.errors import LosslessViolation
+from ratoon.loop.order import make_groups, prompts_of_step
+from ratoon.loop.rl_step import RunContext, StepOutcome
+from ratoon.loop.rollout import Rollout, RolloutResult
+from ratoon.records import Completion, Stream
+
+ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Seconds of each arm's rounds, and tokens that differ from the recorded ones in any."""
+
+    plain_s: tuple[float, ...]
+    speculative_s: tuple[float, ...]
+    responses: int
+    tokens: int
+    flips: int
+
+    @property
+    def rollout_speedup(self) -> float:
+        """Median time without speculation over median time with it."""
+        return statistics.median(self.plain_s) / statistics.median(self.speculative_s)
+
+    def step_speedup(self, outcome: StepOutcome) -> float:
+        """The same for the whole step: what is not rollout takes equally long in both."""
+        rest = outcome.total_s - outcome.rollout_s
+        plain, fast = statistics.median(self.plain_s), statistics.median(self.speculative_s)
+        return (plain + rest) / (fast + rest)
+
+
+def replay(run: RunContext, step: int, recorded: Sequence[Completion], *, exact: bool) -> Replay:
+    """Replay the recorded step `ROUNDS` times per arm, interleaved.
+
+    Raises: LosslessViolation if `exact` (invariant numerics) and any token differs.
+    """
+    config = run.config
+    prompts = prompts_of_step(run.train, step, config.algorithm.prompts_per_step, config.seed)
+    groups = make_groups(
+        prompts,
+        seed=config.seed,
+        stream=Stream.TRAIN,
+        round_index=step,
+        group_size=config.algorithm.group_size,
+        max_tokens=config.sampling.max_tokens,
+        eos_ids=run.tokenizer.eos_ids,
+        temperature=config.sampling.temperature,
+    )
+    times: dict[bool, list[float]] = {False: [], True: []}
+    flips = 0
+    for _ in range(ROUNDS):
+        for speculate in (False, True):
+            run.workers.call_all("rewind")
+            result = Rollout(
+                run.workers,
+                run.observer,
+                run.ledger,
+                capacity=config.rollout.max_batch,
+                step=step,
+                activity="evaluation",
+            ).run(groups, speculate=speculate)
+            times[speculate].append(result.seconds)
+            flips += count_flips(recorded, result)
+    if flips and exact:
+        raise LosslessViolation(
+            f"{flips} tokens of step {step} differ between its rollout and its replays, although "
+            "the numerics are invariant; please report this with the run folder"
+        )
+    return Replay(
+        plain_s=tuple(times[False]),
+        speculative_s=tuple(times[True]),
+        responses=len(recorded),
+        tokens=sum(len(completion.token_ids) for completion in recorded),
+        flips=flips,
+    )
+
+
+def count_flips(recorded: Sequence[Completion], replayed: RolloutResult) -> int:
+    """Responses' first differing tokens: after one flip all that follows is another text."""
+    return sum(
+        old.token_ids != new.token_ids
+        for old, new in zip(recorded, replayed.completions, strict=True)
+    )

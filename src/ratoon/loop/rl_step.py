@@ -1,0 +1,217 @@
+"""One RL step from top to bottom: draw, score, compare within groups, update, serve."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ratoon.cluster.local import LocalWorkers
+from ratoon.config.rl import RLConfig
+from ratoon.cluster.messages import SpotResult
+from ratoon.loop.order import Group, make_groups, prompts_of_step
+from ratoon.loop.rollout import DrafterLedger, Rollout, RolloutResult, train_drafter_steps
+from ratoon.loop.scoring import Scorer
+from ratoon.models.tokenizer import Tokenizer
+from ratoon.observe.observer import Observer
+from ratoon.observe.sinks import Values
+from ratoon.observe.timeline import Activity
+from ratoon.records import Prompt, Stream
+from ratoon.rl.advantages import group_advantages
+from ratoon.rl.rewards.pool import RewardPool, RewardResult
+from ratoon.training.samples import Sample
+
+
+@dataclass(slots=True)
+class RunContext:
+    """What every step of a run works with."""
+
+    config: RLConfig
+    tokenizer: Tokenizer
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    workers: LocalWorkers
+    pool: RewardPool
+    observer: Observer
+    ledger: DrafterLedger
+    has_drafter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A step's rollout and its times in seconds."""
+
+    rollout: RolloutResult
+    rollout_s: float
+    reward_s: float
+    update_s: float
+    weights_s: float
+    total_s: float
+
+
+def rl_step(run: RunContext, step: int) -> StepOutcome:
+    """Do step `step` (from 1) and report it."""
+    config, observer, clock = run.config, run.observer, run.observer.clock
+    algorithm = config.algorithm
+    started = clock.now()
+    prompts = prompts_of_step(run.train, step, algorithm.prompts_per_step, config.seed)
+    groups = make_groups(
+        prompts,
+        seed=config.seed,
+        stream=Stream.TRAIN,
+        round_index=step,
+        group_size=algorithm.group_size,
+        max_tokens=config.sampling.max_tokens,
+        eos_ids=run.tokenizer.eos_ids,
+        temperature=config.sampling.temperature,
+    )
+    scorer = Scorer(run.pool, run.tokenizer, prompts)
+    rollout = draw(run, groups, step, scorer)
+    rolled_out = clock.now()
+    results = scorer.results(rollout.completions)
+    scored = clock.now()
+    sessions = rollout.spot
+    if run.has_drafter and config.spot.deterministic_steps is not None:
+        sessions = (train_drafter_steps(run.workers, run.ledger),)
+    samples = make_samples(rollout, results, algorithm.name)
+    update_started = clock.now()
+    updates = run.workers.call_all("update_policy", samples=samples)
+    updated = clock.now()
+    add_spans(run, "update", update_started, updated, step)
+    run.workers.call_all("serve_policy", version=step)
+    ended = clock.now()
+    add_spans(run, "weights", updated, ended, step)
+    outcome = StepOutcome(
+        rollout=rollout,
+        rollout_s=rolled_out - started,
+        reward_s=scored - rolled_out,
+        update_s=updated - update_started,
+        weights_s=ended - updated,
+        total_s=ended - started,
+    )
+    observer.completions("train", step, scorer.records(rollout.completions, results))
+    observer.metrics(
+        step,
+        {
+            **reward_metrics(results, groups),
+            **rollout_metrics(rollout, len(run.workers), sessions),
+            **updates[0],
+            "time/step_s": outcome.total_s,
+            "time/rollout_s": outcome.rollout_s,
+            "time/reward_s": outcome.reward_s,
+            "time/update_s": outcome.update_s,
+            "time/weights_s": outcome.weights_s,
+        },
+    )
+    return outcome
+
+
+def draw(run: RunContext, groups: Sequence[Group], step: int, scorer: Scorer) -> RolloutResult:
+    """Generate a step's responses; idle workers train the drafter, if there is one.
+
+    With a fixed number of drafter steps all groups are handed out at once, so that which worker
+    has which responses does not depend on time.
+    """
+    spot = run.config.spot
+    fixed = spot.deterministic_steps is not None
+    everything = sum(len(group) for group in groups)
+    rollout = Rollout(
+        run.workers,
+        run.observer,
+        run.ledger,
+        capacity=everything if fixed else run.config.rollout.max_batch,
+        step=step,
+        on_response=scorer.submit,
+    )
+    trains = run.has_drafter and spot.enabled
+    return rollout.run(groups, collect=trains, spot_training=trains and not fixed)
+
+
+def add_spans(run: RunContext, activity: Activity, start: float, end: float, step: int) -> None:
+    """Record what all workers did together."""
+    for index in range(len(run.workers)):
+        run.observer.span(f"worker {index}", activity, start, end, step=step)
+
+
+def make_samples(
+    rollout: RolloutResult, results: Sequence[RewardResult], algorithm: str
+) -> list[Sample]:
+    """Responses with their advantages, in the order of the requests."""
+    completions = rollout.completions
+    groups = [(completion.key.dataset, completion.key.row) for completion in completions]
+    advantages = group_advantages(
+        [result.score for result in results],
+        groups,
+        algorithm="dr_grpo" if algorithm == "dr_grpo" else "grpo",
+    )
+    return [
+        Sample(
+            prompt_ids=completion.prompt_ids,
+            token_ids=completion.token_ids,
+            advantage=advantage,
+            group=group,
+            engine_logprobs=completion.logprobs,
+        )
+        for completion, advantage, group in zip(completions, advantages, groups, strict=True)
+    ]
+
+
+def reward_metrics(results: Sequence[RewardResult], groups: Sequence[Sequence[object]]) -> Values:
+    """Mean, spread and parts of the step's rewards."""
+    scores = [result.score for result in results]
+    constant, start = 0, 0
+    for group in groups:
+        members = scores[start : start + len(group)]
+        start += len(group)
+        constant += min(members) == max(members)
+    parts: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result.parts.items():
+            parts.setdefault(name, []).append(value)
+    return {
+        "reward/mean": statistics.fmean(scores),
+        "reward/std": statistics.pstdev(scores),
+        "reward/errors": sum(result.failure is not None for result in results),
+        "reward/constant_groups_frac": constant / len(groups),
+        **{f"reward/part/{name}": statistics.fmean(values) for name, values in parts.items()},
+    }
+
+
+def entropy_per_token(rollout: RolloutResult) -> float:
+    """Unbiased estimate in nats: the mean of -log p over the tokens that were drawn from p."""
+    logprobs = [value for completion in rollout.completions for value in completion.logprobs]
+    return -statistics.fmean(logprobs)
+
+
+def rollout_metrics(
+    rollout: RolloutResult, num_workers: int, sessions: Sequence[SpotResult]
+) -> Values:
+    """Lengths, speed, speculation, idle time and drafter training of a step."""
+    lengths = [len(completion.token_ids) for completion in rollout.completions]
+    stats = rollout.stats
+    plain = sum(item.plain_steps for item in stats)
+    speculative = sum(item.speculative_steps for item in stats)
+    drafted = sum(item.nodes_drafted for item in stats)
+    accepted = sum(item.tokens_speculated - item.rows_speculated for item in stats)
+    idle = rollout.idle_s / (num_workers * rollout.seconds)
+    return {
+        "response/count": len(lengths),
+        "response/tokens_mean": statistics.fmean(lengths),
+        "response/tokens_max": max(lengths),
+        "response/cut_frac": statistics.fmean(c.finish == "length" for c in rollout.completions),
+        "policy/entropy": entropy_per_token(rollout),
+        "rollout/tokens": rollout.tokens,
+        "rollout/tokens_per_s": rollout.tokens / rollout.seconds,
+        "rollout/decode_steps": plain + speculative,
+        "speculation/share": speculative / max(1, plain + speculative),
+        "speculation/drafted": drafted,
+        "speculation/accepted": accepted,
+        "speculation/acceptance_length": rollout.acceptance_length,
+        "drafter/tokens": sum(session.tokens for session in sessions),
+        "drafter/optimizer_steps": sum(session.steps for session in sessions),
+        "drafter/versions": rollout.publications,
+        "drafter/loss": next((s.loss for s in reversed(sessions) if s.loss is not None), None),
+        "idle/frac": idle,
+        "idle/filled_frac": min(1.0, rollout.filled_s / rollout.idle_s) if rollout.idle_s else None,
+        "time/spot_stop_ms": 1e3 * max(rollout.stop_s) if rollout.stop_s else None,
+    }

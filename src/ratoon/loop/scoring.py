@@ -1,0 +1,51 @@
+"""Rewards of a rollout's responses, computed while others still decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ratoon.models.tokenizer import Tokenizer
+from ratoon.observe.completions import StoredCompletion, stored
+from ratoon.records import Completion, DrawKey, Prompt
+from ratoon.rl.rewards.pool import RewardPool, RewardResult
+
+
+class Scorer:
+    """Sends responses to the reward workers as they arrive and hands all results out at the end."""
+
+    def __init__(self, pool: RewardPool, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._prompts = {(prompt.dataset, prompt.row): prompt for prompt in prompts}
+        self._texts: dict[DrawKey, str] = {}
+
+    def submit(self, completion: Completion) -> None:
+        """Start scoring one response."""
+        key = completion.key
+        text = self._tokenizer.decode(completion.token_ids)
+        self._texts[key] = text
+        self._pool.submit(key, self.prompt_of(completion), text)
+
+    def prompt_of(self, completion: Completion) -> Prompt:
+        """The prompt that a response answers."""
+        return self._prompts[completion.key.dataset, completion.key.row]
+
+    def results(self, completions: Sequence[Completion]) -> list[RewardResult]:
+        """Wait for all results; in the order of `completions`."""
+        by_key = {result.key: result for result in self._pool.drain()}
+        return [by_key[completion.key] for completion in completions]
+
+    def records(
+        self, completions: Sequence[Completion], results: Sequence[RewardResult]
+    ) -> list[StoredCompletion]:
+        """What is stored of each response."""
+        return [
+            stored(
+                completion,
+                self.prompt_of(completion),
+                response=self._texts[completion.key],
+                reward=result.score,
+                reward_parts=result.parts,
+            )
+            for completion, result in zip(completions, results, strict=True)
+        ]

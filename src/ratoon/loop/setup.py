@@ -1,0 +1,75 @@
+"""From a configuration to the things that a run works with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from ratoon.cluster.spec import DraftingSpec, TrainingSpec, WorkerSpec
+from ratoon.config.rl import RLConfig
+from ratoon.config.training import Workers
+from ratoon.data.prompts import PromptStyle, load_prompts
+from ratoon.models.tokenizer import Tokenizer
+from ratoon.records import Prompt
+
+
+def num_workers(workers: Workers) -> int:
+    """The configured number of processes, or as many as the usable cores have room for."""
+    if workers.count is not None:
+        return workers.count
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = psutil.cpu_count(logical=False) or 1
+    return max(1, cores // workers.threads)
+
+
+def load_rl_prompts(
+    config: RLConfig, tokenizer: Tokenizer
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Training prompts, and the held-out ones that are evaluated."""
+    style = PromptStyle(
+        system_prompt=config.data.system_prompt,
+        chat_template=config.data.chat_template,
+        max_tokens=config.rollout.max_length - config.sampling.max_tokens,
+    )
+    train = load_prompts(config.data.train.model_dump(), tokenizer, split="train", style=style)
+    if config.data.eval is None:
+        return train, []
+    held_out = load_prompts(config.data.eval.model_dump(), tokenizer, split="eval", style=style)
+    return train, held_out[: config.evaluation.prompts]
+
+
+def rl_specs(config: RLConfig, tokenizer: Tokenizer, folder: Path) -> Sequence[WorkerSpec]:
+    """One spec per worker."""
+    count = num_workers(config.workers)
+    temperature = config.sampling.temperature
+    drafting = None
+    if config.speculation.enabled:
+        drafting = DraftingSpec(config.speculation, config.drafter, config.spot, temperature)
+    training = TrainingSpec(
+        optimizer=config.optimizer,
+        update=config.update,
+        algorithm=config.algorithm,
+        temperature=temperature,
+        max_tokens=config.sampling.max_tokens,
+        total_steps=config.steps,
+    )
+    return [
+        WorkerSpec(
+            index=index,
+            count=count,
+            threads=config.workers.threads,
+            seed=config.seed,
+            folder=folder,
+            model=config.model,
+            vocab_limit=tokenizer.vocab_size,
+            training=training,
+            rollout=config.rollout,
+            drafting=drafting,
+        )
+        for index in range(count)
+    ]

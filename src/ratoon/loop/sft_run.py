@@ -1,0 +1,148 @@
+"""A whole run of supervised fine-tuning."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ratoon.cluster.local import LocalWorkers, remove_folder, shared_folder
+from ratoon.cluster.spec import TrainingSpec, WorkerSpec
+from ratoon.config.sft import SFTConfig
+from ratoon.data.examples import Example, load_examples
+from ratoon.data.prompts import PromptStyle
+from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
+from ratoon.loop.setup import num_workers
+from ratoon.models.tokenizer import Tokenizer
+from ratoon.observe.observer import Observer
+from ratoon.observe.run_folder import RunFolder
+
+Batch = list[Example]
+
+
+def run_sft(config: SFTConfig, folder: RunFolder, observer: Observer) -> None:
+    """Train as configured; continues after the last checkpoint in `folder`, if there is one."""
+    tokenizer = Tokenizer.load(config.model.path)
+    train, held_out = _load(config, tokenizer)
+    batches = list(make_batches(train, config))
+    shared = shared_folder()
+    try:
+        with LocalWorkers(_specs(config, tokenizer, shared, len(batches))) as workers:
+            observer.phase("loading")
+            workers.wait_until_ready()
+            _train(config, folder, observer, workers, batches, held_out)
+    finally:
+        remove_folder(shared)
+
+
+def make_batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[Batch]:
+    """The examples of each optimizer step: epoch after epoch, each in an order of its own."""
+    order = _endless(examples, config.seed, config.epochs)
+    batch: Batch = []
+    made = tokens = 0
+    for example in order:
+        size = len(example.prompt_ids) + len(example.completion_ids)
+        if batch and tokens + size > config.update.batch_tokens:
+            yield batch
+            made, batch, tokens = made + 1, [], 0
+            if made == config.steps:
+                return
+        batch.append(example)
+        tokens += size
+    if batch:
+        yield batch
+
+
+def _endless(examples: Sequence[Example], seed: int, epochs: int | None) -> Iterator[Example]:
+    epoch = 0
+    while epochs is None or epoch < epochs:
+        order = list(examples)
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        yield from order
+        epoch += 1
+
+
+def _load(config: SFTConfig, tokenizer: Tokenizer) -> tuple[list[Example], list[Example]]:
+    data = config.data
+    style = PromptStyle(data.system_prompt, data.chat_template, config.max_length)
+    train = load_examples(data.train.model_dump(), tokenizer, split="train", style=style)
+    if data.eval is None:
+        return train, []
+    return train, load_examples(data.eval.model_dump(), tokenizer, split="eval", style=style)
+
+
+def _specs(
+    config: SFTConfig, tokenizer: Tokenizer, folder: Path, total_steps: int
+) -> list[WorkerSpec]:
+    count = num_workers(config.workers)
+    training = TrainingSpec(
+        optimizer=config.optimizer,
+        update=config.update,
+        algorithm=None,
+        temperature=1.0,
+        max_tokens=config.max_length,
+        total_steps=total_steps,
+    )
+    return [
+        WorkerSpec(
+            index=index,
+            count=count,
+            threads=config.workers.threads,
+            seed=config.seed,
+            folder=folder,
+            model=config.model,
+            vocab_limit=tokenizer.vocab_size,
+            training=training,
+            rollout=None,
+            drafting=None,
+        )
+        for index in range(count)
+    ]
+
+
+def _pairs(examples: Sequence[Example]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(example.prompt_ids, example.completion_ids) for example in examples]
+
+
+def _train(
+    config: SFTConfig,
+    folder: RunFolder,
+    observer: Observer,
+    workers: LocalWorkers,
+    batches: Sequence[Batch],
+    held_out: Sequence[Example],
+) -> None:
+    done = 0
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is not None:
+        done = read_state(checkpoint)["step"]
+        workers.call_all("load_training", folder=checkpoint / "policy")
+        observer.resume_after(done)
+    observer.phase("SFT", len(batches), done=done)
+    if held_out and not done:
+        _evaluate(observer, workers, held_out, 0)
+    for step, batch in enumerate(batches[done:], start=done + 1):
+        started = observer.clock.now()
+        metrics = workers.call_all("train_batch", examples=_pairs(batch))[0]
+        ended = observer.clock.now()
+        for index in range(len(workers)):
+            observer.span(f"worker {index}", "update", started, ended, step=step)
+        observer.metrics(step, {**metrics, "time/step_s": ended - started})
+        last = step == len(batches)
+        every = config.evaluate_every
+        if held_out and (last or (every is not None and step % every == 0)):
+            _evaluate(observer, workers, held_out, step)
+        if step % config.checkpoint.every == 0 and not last:
+            with whole_checkpoint(folder, step, config.checkpoint.keep) as draft:
+                workers.call(0, "save_training", folder=draft / "policy")
+    if folder.model.exists():
+        shutil.rmtree(folder.model)
+    workers.call(0, "save_model", folder=folder.model)
+
+
+def _evaluate(
+    observer: Observer, workers: LocalWorkers, held_out: Sequence[Example], step: int
+) -> None:
+    loss = workers.call_all("evaluate_batch", examples=_pairs(held_out))[0]
+    observer.metrics(step, {"sft/eval_loss": loss})
