@@ -25,7 +25,18 @@ from ratoon.models.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789", "Ġ", "a", "b", "ab", "Ċ"]
+TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *"0123456789",
+    "Ġ",
+    "a",
+    "b",
+    "ab",
+    "Ċ",
+    "12",
+]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'][0] + m['content'] + '<|im_end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
@@ -80,7 +91,7 @@ def make_gguf(theirs: LlamaForCausalLM, tmp_path: Path) -> Gguf:
         writer.add_tokenizer_pre(pre)
         writer.add_token_list(TOKENS)
         writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-        writer.add_token_merges(["a b"])
+        writer.add_token_merges(["a b", "1 2"])  # Digits stay apart all the same.
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         writer.add_pad_token_id(2)

@@ -143,8 +143,8 @@ def test_a_seed_fixes_every_bit_of_a_tiny_model(tmp_path: Path) -> None:
     decoder = load_decoder(tmp_path / "a")
     assert (decoder.config.num_layers, decoder.config.intermediate_size) == (3, 24)
     spread = {name: p.std().item() for name, p in decoder.named_parameters() if p.dim() == 2}
-    assert spread["layers.0.qkv_proj.weight"] == pytest.approx(0.02, rel=0.1)
-    assert spread["layers.2.down_proj.weight"] == pytest.approx(0.02 / 6**0.5, rel=0.1)
+    assert spread["layers.0.qkv_proj.weight"] == pytest.approx(16**-0.5, rel=0.1)
+    assert spread["layers.2.down_proj.weight"] == pytest.approx((24 * 6) ** -0.5, rel=0.15)
     assert torch.equal(decoder.norm.weight, torch.ones(16))
     with pytest.raises(CheckpointError, match="already exists"):
         make_tiny_model(tmp_path / "a")

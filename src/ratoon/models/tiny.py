@@ -33,7 +33,7 @@ def make_tiny_model(
     characters: Sequence[str] = PRINTABLE,
     hidden_size: int = 64,
     intermediate_size: int = 128,
-    num_layers: int = 12,
+    num_layers: int = 8,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     max_positions: int = 512,
@@ -80,23 +80,27 @@ def make_tiny_model(
     return directory
 
 
-def random_decoder(config: DecoderConfig, seed: int, std: float = 0.02) -> Decoder:
-    """A decoder with normal weights; those that write to the residual stream shrink with depth.
+def random_decoder(config: DecoderConfig, seed: int) -> Decoder:
+    """A decoder with normal weights of variance 1 / fan-in, so that narrow models learn at once.
 
-    Source: initialisation of GPT-2 (Radford et al. 2019, section 2.3).
+    Matrices that write to the residual stream shrink with depth. A width of 64 with the customary
+    standard deviation of 0.02 learned the task of `data.arithmetic` several times more slowly.
+
+    Source: the shrinking is that of GPT-2 (Radford et al. 2019, section 2.3).
     """
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder = decoder.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
-    shrunk = std / (2 * config.num_layers) ** 0.5
+    shrink = (2 * config.num_layers) ** -0.5
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
                 writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-                parameter.normal_(0.0, shrunk if writes else std, generator=generator)
+                std = parameter.shape[1] ** -0.5 * (shrink if writes else 1.0)
+                parameter.normal_(0.0, std, generator=generator)
     return decoder
 
 
