@@ -131,6 +131,7 @@ def test_system_message_and_template_shape_the_prompt(tmp_path: Path, tokenizer:
     assert tokenizer.decode(ids(PromptStyle(chat_template=False)), keep_special=True) == "hi"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 99), min_size=2, max_size=8))
 def test_every_line_of_a_solution_is_true_and_the_last_is_the_answer(values: list[int]) -> None:
     problem = Problem((values[0], *(v if v % 2 else -v for v in values[1:])))
@@ -146,7 +147,7 @@ def test_every_line_of_a_solution_is_true_and_the_last_is_the_answer(values: lis
     assert eval(problem.text.removesuffix(" = ?\n")) == int(problem.answer)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 2**32))
 def test_train_and_held_out_problems_never_have_the_same_content(a: int, b: int) -> None:
     train = make_problems("train", size=150, seed=a, max_terms=3, max_value=9)
