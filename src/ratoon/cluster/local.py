@@ -41,7 +41,10 @@ class LocalWorkers:
             for spec in specs:
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=worker.main, args=(spec, theirs), name=f"worker {spec.index}", daemon=True
+                    target=worker.main,
+                    args=(spec, theirs),
+                    name=f"worker {spec.index}",
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -160,7 +163,7 @@ class LocalWorkers:
 
 def shared_folder() -> Path:
     """A private folder for the workers, in memory where the system has such a place."""
-    memory = Path("/dev/shm")  # noqa: S108 - private subfolder, made with mode 0700
+    memory = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="ratoon-", dir=memory if memory.is_dir() else None))
 
 

@@ -1,5 +1,4 @@
-"""One worker process: it decodes, trains the drafter while it has nothing to decode, and updates
-its copy of the policy together with the other workers.
+"""One worker process: it decodes, trains the drafter in idle time, and updates the policy.
 
 The worker decides nothing. Between two units of work (a decode step, a micro-step) it reads its
 pipe; a call is answered before work goes on.

@@ -18,9 +18,7 @@ STATE = "state.json"
 
 
 @contextmanager
-def whole_checkpoint(
-    folder: RunFolder, step: int, keep: int, **state: Any
-) -> Iterator[Path]:
+def whole_checkpoint(folder: RunFolder, step: int, keep: int, **state: Any) -> Iterator[Path]:
     """A folder to write the state after `step` into; older ones than the last `keep` go after."""
     target = folder.checkpoints / f"step_{step:06d}"
     with whole_directory(target) as draft:

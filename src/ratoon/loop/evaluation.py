@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same prompts with the same noise each time, so differences are paired."""
+"""Held-out evaluation: the same prompts and noise each time, so that differences are paired."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratoon.loop.order import make_groups
-from ratoon.loop.rl_step import RunContext, add_spans
+from ratoon.loop.rl_step import RunContext
 from ratoon.loop.rollout import Rollout, RolloutResult
 from ratoon.loop.scoring import Scorer
 from ratoon.records import Stream
@@ -66,7 +66,8 @@ def evaluate(run: RunContext, step: int) -> EvalResult:
     results = scorer.results(rollout.completions)
     scores = [result.score for result in results]
     rewards = tuple(
-        statistics.fmean(scores[start : start + samples]) for start in range(0, len(scores), samples)
+        statistics.fmean(scores[start : start + samples])
+        for start in range(0, len(scores), samples)
     )
     observer.completions("eval", step, scorer.records(rollout.completions, results))
     observer.metrics(

@@ -11,9 +11,7 @@ Group = tuple[Request, ...]
 
 
 def prompts_of_step(prompts: Sequence[Prompt], step: int, count: int, seed: int) -> list[Prompt]:
-    """The `count` prompts of a step (steps count from 1): epoch after epoch, each in an order of
-    its own.
-    """
+    """The `count` prompts of a step (from 1): epoch after epoch, each in an order of its own."""
     chosen: list[Prompt] = []
     position = (step - 1) * count
     while len(chosen) < count:

@@ -105,9 +105,9 @@ def _report_numerics(run: RunContext) -> str:
     failures = [item["failures"] for item in run.workers.descriptions if item["failures"]]
     if failures:
         run.observer.note(
-            f"numerics fall back to tolerant: on this machine {len(failures[0])} checks found other "
-            f"bits for other batches (first: {failures[0][0]}); tokens that rounding flips are "
-            "counted"
+            f"numerics fall back to tolerant: here {len(failures[0])} checks found other bits "
+            f"for other batches (first: {failures[0][0]}); a replay counts the tokens that "
+            "rounding flips"
         )
     proven = all(item["numerics"] == "invariant" for item in run.workers.descriptions)
     return "invariant" if proven else "tolerant"
@@ -162,9 +162,7 @@ def _save_products(run: RunContext, folder: RunFolder) -> None:
         run.workers.call(0, "save_drafter", folder=folder.drafter)
 
 
-def _summary(
-    run: RunContext, history: _History, numerics: str, seconds: float
-) -> dict[str, Any]:
+def _summary(run: RunContext, history: _History, numerics: str, seconds: float) -> dict[str, Any]:
     outcomes, replayed = history.outcomes, history.replay
     before, after = history.before, history.after
     difference = paired_difference(before, after) if before and after else None

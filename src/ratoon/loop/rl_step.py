@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratoon.cluster.local import LocalWorkers
-from ratoon.config.rl import RLConfig
 from ratoon.cluster.messages import SpotResult
+from ratoon.config.rl import RLConfig
 from ratoon.loop.order import Group, make_groups, prompts_of_step
 from ratoon.loop.rollout import DrafterLedger, Rollout, RolloutResult, train_drafter_steps
 from ratoon.loop.scoring import Scorer

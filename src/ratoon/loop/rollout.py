@@ -37,6 +37,7 @@ from ratoon.rollout.native.engine import EngineStats
 
 POLL_S = 0.5
 
+
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
     """What a rollout gave and how the workers' time went.
@@ -95,7 +96,7 @@ class DrafterLedger:
 
 
 def train_drafter_steps(workers: LocalWorkers, ledger: DrafterLedger) -> SpotResult:
-    """Let the first worker train the drafter for its configured number of steps, all others idle."""
+    """Let the first worker train the drafter for its fixed number of steps; the others wait."""
     workers.send(0, Call("train_spot_steps", {"version": ledger.version}))
     while True:
         for _, message in workers.receive():
@@ -152,8 +153,9 @@ class Rollout:
         collect: bool = False,
         spot_training: bool = False,
     ) -> RolloutResult:
-        """Generate all groups; `collect` keeps states to train the drafter on, `spot_training`
-        lets idle workers do so at once.
+        """Generate all groups.
+
+        `collect` keeps states to train the drafter on, `spot_training` lets idle workers do so.
         """
         self._workers.call_all("begin_rollout", speculate=speculate, collect=collect)
         start = self._clock.now()

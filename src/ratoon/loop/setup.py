@@ -27,9 +27,7 @@ def num_workers(workers: Workers) -> int:
     return max(1, cores // workers.threads)
 
 
-def load_rl_prompts(
-    config: RLConfig, tokenizer: Tokenizer
-) -> tuple[list[Prompt], list[Prompt]]:
+def load_rl_prompts(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """Training prompts, and the held-out ones that are evaluated."""
     style = PromptStyle(
         system_prompt=config.data.system_prompt,
