@@ -29,3 +29,14 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the data sets in ../shared/data")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The converted SmolLM2-135M-Instruct; tests that need it are skipped without it."""
+    folder = Path(os.environ.get("RATOON_SMOLLM2", ROOT / "models" / "smollm2-135m"))
+    if not (folder / "config.json").is_file():
+        pytest.skip(
+            "needs SmolLM2: `ratoon models fetch smollm2-135m`, or its folder in RATOON_SMOLLM2"
+        )
+    return folder

@@ -32,7 +32,8 @@ from ratoon.speculation.verify import Verified
 class Drafting:
     """A suffix drafter, a learned drafter, or both, over the rows of one engine.
 
-    Ids below `vocab_limit` may be drawn. `max_nodes` bounds the nodes of any strategy's tree, the root included.
+    Ids below `vocab_limit` may be drawn. `max_nodes` bounds the nodes of any strategy's tree, the
+    root included.
     """
 
     def __init__(
@@ -152,4 +153,3 @@ class Drafting:
         self.calibration.load_state_dict(state["calibration"])
         if self.suffix is not None:
             self.suffix.load_state_dict(state["suffix"])
-

@@ -10,13 +10,14 @@ heads, G key/value heads, E head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ratoon.models.decoder import Decoder, apply_rope, rope_table
+from ratoon.models.decoder import Block, Decoder, apply_rope, rope_table
 from ratoon.models.kv_cache import KVCache
 from ratoon.models.prepacked import ROW_HINT, PackedLinear
 
@@ -52,7 +53,7 @@ class InferenceModel:
                 pack(layer.gate_up_proj.weight),
                 pack(layer.down_proj.weight),
             )
-            for layer in decoder.layers
+            for layer in cast(Iterable[Block], decoder.layers)
         ]
         self._norm = decoder.norm.weight.detach().to(dtype, copy=True)
         self._head = pack(decoder.head_weight)
@@ -97,8 +98,8 @@ class InferenceModel:
 
         Shapes: `tokens [B, N]`, `positions [B, N]`, `entries [R]` flat cache entries to write,
         `mask [B, 1, N * H/G, W]` additive (query heads of a group are folded into the query axis,
-        N outermost); the B rows are the cache's slots from `first_slot` on. Returns final-norm states
-        `[R, D]` and features `[R, num_taps * D]`.
+        N outermost); the B rows are the cache's slots from `first_slot` on. Returns final-norm
+        states `[R, D]` and features `[R, num_taps * D]`.
         Host-device syncs: none.
         """
         num_rows, num_new = tokens.shape
@@ -124,7 +125,7 @@ class InferenceModel:
             keys.index_copy_(0, entries, key)
             values.index_copy_(0, entries, value)
             context = cache.layer(index, first_slot, num_rows, mask.shape[-1])
-            attended = _attend(query, *context, mask, group)
+            attended = attend(query, *context, mask, group)
             x = x + out(attended.reshape(num_rows * num_new, -1))
             gate, up = gate_up(F.rms_norm(x, width, post_norm, eps)).chunk(2, dim=-1)
             x = x + down(F.silu(gate).mul_(up))
@@ -136,7 +137,7 @@ class InferenceModel:
         return self._head(hidden)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int) -> Tensor:
     """Attention of `query [R, H, E]` over `keys, values [B, G, W, E]`; returns `[B, N, H, E]`."""
     num_rows, num_kv_heads, _, head_dim = keys.shape
     folded = query.view(num_rows, -1, num_kv_heads, group, head_dim).transpose(1, 2)

@@ -17,7 +17,7 @@ from ratoon.rollout.native.rows import Rows
 
 
 class PromptQueue:
-    """Requests that wait for a slot, in order, and the prompts that more than one of them shares."""
+    """Requests that wait for a slot, in order, and the prompts that several of them share."""
 
     def __init__(self, model: InferenceModel, rows: Rows, chunk: int) -> None:
         self._model = model

@@ -59,9 +59,7 @@ class Rows:
         positions = (self.lengths[:num_rows, None] + offsets).clamp_max(self.tokens.shape[1] - 1)
         return self.tokens[:num_rows].gather(1, positions)
 
-    def commit(
-        self, verified: Verified, known: Tensor, final: Tensor, states: Tensor
-    ) -> None:
+    def commit(self, verified: Verified, known: Tensor, final: Tensor, states: Tensor) -> None:
         """Append each row's tokens and keep the keys and values of the nodes they come from.
 
         Shapes: `known [B]` tokens of each row become known, `final [B]` of them are final;

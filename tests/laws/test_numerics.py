@@ -1,0 +1,187 @@
+"""Law: a row's logits have the same bits whatever else is in the batch, and however it got there.
+
+It holds for bf16 with oneDNN's prepacked operators; elsewhere the start-up check must say that it
+does not, and nothing here is claimed. Models: SmolLM2's shapes with four random layers, a tiny one,
+and SmolLM2 itself where it is at hand. The full matrix is in `benchmarks/numerics_matrix.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratoon.bench.numerics import CHUNKS, Case, Laboratory, all_cases, pairwise
+from ratoon.models import prepacked
+from ratoon.models.decoder import DecoderConfig
+from ratoon.models.hf_io import load_decoder
+from ratoon.models.prepacked import prepacking_available
+from ratoon.models.tiny import random_decoder
+from ratoon.rollout.native import numerics
+from ratoon.rollout.native.forward import InferenceModel
+from ratoon.rollout.native.numerics import check_invariance
+
+needs_prepacking = pytest.mark.skipif(
+    not prepacking_available(), reason="this CPU has no bf16 kernels with prepacked weights"
+)
+
+
+def make_model(
+    *,
+    hidden_size: int = 576,
+    intermediate_size: int = 1536,
+    num_layers: int = 4,
+    num_heads: int = 9,
+    num_kv_heads: int = 3,
+    vocab_size: int = 1024,
+    dtype: torch.dtype = torch.bfloat16,
+    row_hint: int = prepacked.ROW_HINT,
+) -> InferenceModel:
+    """Random weights; by default SmolLM2's shapes with four layers and a small vocabulary."""
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_positions=4096,
+    )
+    decoder = random_decoder(config, seed=0)
+    with torch.no_grad():
+        for layer in decoder.layers:
+            # Random attention is nearly uniform, and hides in what order it was summed.
+            layer.qkv_proj.weight.mul_(2)
+    return InferenceModel(decoder, num_positions=2200, dtype=dtype, row_hint=row_hint)
+
+
+def make_tiny_model(dtype: torch.dtype = torch.bfloat16, **shape: int) -> InferenceModel:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "vocab_size": 100,
+        "num_layers": 2,
+    }
+    return make_model(**{**sizes, **shape}, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def laboratory() -> Laboratory:
+    return Laboratory(make_model(), (1, 63, 200, 2031), stride=128)
+
+
+@needs_prepacking
+def test_a_tiny_model_keeps_its_bits_in_the_whole_matrix() -> None:
+    contexts = (1, 64, 200)
+    laboratory = Laboratory(make_tiny_model(), contexts)
+    assert all(laboratory.keeps_keys(context, chunk) for context in contexts for chunk in CHUNKS)
+    assert [case for case in all_cases(contexts) if not laboratory.keeps_logits(case)] == []
+
+
+@needs_prepacking
+def test_large_matrices_keep_their_bits_up_to_2048_tokens(laboratory: Laboratory) -> None:
+    cases = [
+        case
+        for case in pairwise(list(all_cases((1, 63, 200, 2031))))
+        if case.chunk not in (1, 7) or case.context <= 200
+    ]
+    assert [case for case in cases if not laboratory.keeps_keys(case.context, case.chunk)] == []
+    assert [case for case in cases if not laboratory.keeps_logits(case)] == []
+
+
+@needs_prepacking
+def test_smollm2_keeps_its_bits_in_a_pairwise_slice(smollm2: Path) -> None:
+    model = InferenceModel(load_decoder(smollm2), num_positions=2200, dtype=torch.bfloat16)
+    short = pairwise(list(all_cases((1, 63, 100))))
+    # The longest context in few cases and large portions, or this would take minutes.
+    long = [
+        Case(2031, None, 3, 2, "other lengths", "chain"),
+        Case(2031, 128, 1, 16, "same length", "tree"),
+        Case(2031, 128, 16, 1, "other lengths", "chain"),
+    ]
+    laboratory = Laboratory(model, (1, 63, 100, 2031), stride=128)
+    for case in [*short, *long]:
+        assert laboratory.keeps_keys(case.context, case.chunk), case
+        assert laboratory.keeps_logits(case), case
+
+
+@needs_prepacking
+def test_the_start_up_check_passes() -> None:
+    report = check_invariance(make_model(num_layers=2))
+    assert report.holds
+    assert report.failures == ()
+    assert report.cases > 50
+
+
+@needs_prepacking
+def test_a_key_width_that_is_not_rounded_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(num_layers=2)
+    case = Case(200, 64, 16, 8, "other lengths", "chain")
+    monkeypatch.setattr(numerics, "round_up_width", lambda length: length)
+    failures = check_invariance(model).failures
+    assert any("attention" in failure for failure in failures)
+    assert any("batch" in failure for failure in failures)
+    assert not Laboratory(model, (200,), stride=64).keeps_logits(case)
+
+
+@needs_prepacking
+@pytest.mark.parametrize("hint", [16, 64])
+def test_another_prepacking_hint_is_caught(hint: int) -> None:
+    report = check_invariance(make_model(num_layers=1, row_hint=hint))
+    assert not report.holds
+    assert any("qkv_proj" in failure for failure in report.failures)
+
+
+@needs_prepacking
+def test_more_than_128_rows_in_one_call_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacked, "MAX_ROWS", 10_000)
+    report = check_invariance(make_model(num_layers=1))
+    assert report.failures == ("down_proj with 256 rows",)
+
+
+@needs_prepacking
+def test_scattered_tree_slots_do_not_keep_the_bits(laboratory: Laboratory) -> None:
+    """Why tokens selected beside the plain columns are confirmed before they are final."""
+    differing = compared = 0
+    for context in (63, 200):
+        for batch in (1, 3, 16, 32):
+            for neighbours in ("same length", "other lengths"):
+                case = Case(context, 64, batch, 16, neighbours, "tree")
+                found, of = laboratory.count_scattered(case)
+                differing, compared = differing + found, compared + of
+    assert 0 < differing < compared / 2
+
+
+@needs_prepacking
+@pytest.mark.parametrize("width", [32, 48])
+def test_matrices_too_narrow_for_these_kernels_fail_the_check(width: int) -> None:
+    report = check_invariance(make_tiny_model(hidden_size=width, num_heads=2, num_kv_heads=1))
+    assert not report.holds
+    assert any("qkv_proj" in failure for failure in report.failures)
+    assert not any("down_proj" in failure for failure in report.failures)
+
+
+def test_float32_fails_the_check_and_names_the_cases() -> None:
+    report = check_invariance(make_model(num_layers=1, dtype=torch.float32))
+    assert not report.holds
+    assert 0 < len(report.failures) <= report.cases
+
+
+def test_without_prepacked_operators_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacked, "prepacking_available", lambda: False)
+    assert not check_invariance(make_model(num_layers=1)).holds
+
+
+def test_a_pairwise_slice_holds_every_pair_of_values() -> None:
+    cases = list(all_cases((1, 64, 200)))
+    chosen = pairwise(cases)
+    assert len(chosen) < len(cases) / 10
+    for case in cases:
+        assert any(c.chunk == case.chunk and c.batch == case.batch for c in chosen)
+        assert any(c.context == case.context and c.num_new == case.num_new for c in chosen)
+        assert any(c.layout == case.layout and c.neighbours == case.neighbours for c in chosen)
