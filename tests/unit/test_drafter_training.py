@@ -218,15 +218,17 @@ def stop_after(asked: int) -> Callable[[], bool]:
 
 def test_a_session_stops_within_one_piece_of_work_and_resumes() -> None:
     toy = Toy()
-    spot = SpotTrainer(toy.trainer(), toy.buffer(), ignore, publish_every=1000)
+    # A sample has 20 queries, so a micro-step takes one sample and an optimizer step two.
+    trainer = toy.trainer(replace(OPTIONS, micro_tokens=21, batch_tokens=40))
+    spot = SpotTrainer(trainer, toy.buffer(), ignore, publish_every=1000)
     for pieces in range(8):
         step, before = spot.trainer.step, spot.trainer.weights()
         report = spot.start(stop_after(pieces)).run()
         assert report.steps + report.micro_steps == pieces
         assert report.steps == pieces // 3
         assert spot.trainer.step == step + report.steps
-        assert report.lost_tokens == 40 * (pieces % 3)
-        assert report.tokens == 80 * report.steps
+        assert report.lost_tokens == 20 * (pieces % 3)
+        assert report.tokens == 40 * report.steps
         assert spot.trainer.pending_tokens == 0
         unchanged = weights_checksum(before) == weights_checksum(spot.trainer.weights())
         assert unchanged == (report.steps == 0)

@@ -11,7 +11,7 @@ Source: TLT (arXiv 2511.16665), one-step-offset sampling; the coverage rule is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -19,6 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from ratoon.errors import ConfigError, DataError, StaleVersionError
+
+# A draw with less room than this is full.
+SMALLEST_SLICE = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,26 +67,22 @@ class Slice:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A live sample: how often it was drawn whole, and which slice of it comes next."""
+    """A live sample: how often it was drawn whole, and how many queries of it since."""
 
     sample: Sample
     passes: int = 0
-    part: int = 0
+    drawn: int = 0
 
-    def next_slice(self, max_queries: int) -> Slice:
-        """The next of the equal slices that the sample is cut into."""
-        total = self.sample.num_queries
-        parts = -(-total // max_queries)
-        part = min(self.part, parts - 1)
-        start, end = part * total // parts, (part + 1) * total // parts
-        return Slice(self.sample, self.sample.first_query + start, end - start)
-
-    def advance(self, piece: Slice) -> None:
-        """Count `piece` as drawn."""
-        self.part += 1
-        if piece.first + piece.count == self.sample.first_query + self.sample.num_queries:
+    def take(self, longest: int, room: int) -> Slice:
+        """Draw the next slice of at most `room` queries; what is left is cut into equal slices."""
+        left = self.sample.num_queries - self.drawn
+        count = min(room, -(-left // -(-left // longest)))
+        piece = Slice(self.sample, self.sample.first_query + self.drawn, count)
+        self.drawn += count
+        if count == left:
             self.passes += 1
-            self.part = 0
+            self.drawn = 0
+        return piece
 
 
 @dataclass(slots=True)
@@ -100,10 +99,10 @@ class DataBuffer:
     """Bounded store of samples with a deterministic, length-stratified draw.
 
     Draws go through the samples in passes, each pass in an order of its own that depends on `seed`
-    and the samples' uids, not on their order of arrival. Each draw mixes `num_strata` groups of
-    about equal token counts, from short to long responses. A sample longer than a draw is cut into
-    equal slices; shorter ones are taken whole, so little context is computed twice. A sample that
-    arrives during a pass joins that pass.
+    and the samples' uids, not on their order of arrival. Draws begin in turn with a sample of each
+    of `num_strata` groups of about equal token counts, from short to long responses, and are filled
+    up; the last sample of a draw is cut to fit and goes on in a later one. A sample that arrives
+    during a pass joins that pass.
     """
 
     def __init__(
@@ -188,35 +187,27 @@ class DataBuffer:
         self._strata = None
         return True
 
-    def draw(self, max_queries: int, max_keys: int, window: int) -> list[Slice]:
-        """Slices of one policy version with at most `max_queries` queries in all.
+    def draw(self, max_rows: int, max_keys: int, window: int, *, unroll: int = 1) -> list[Slice]:
+        """Slices of one policy version that fill a micro-batch of `max_rows` teacher rows.
 
-        Keys are the queries and up to `window - 1` pairs of context before each slice; they stay
-        within `max_keys` unless the first slice alone exceeds it. No sample occurs twice. Empty if
-        the buffer is. Cost: a few passes over the live samples in Python.
+        A slice takes one row per query and `unroll - 1` more. Its keys are its queries and up to
+        `window - 1` pairs of context before them; slices are added until their keys reach
+        `max_keys`. No sample occurs twice. Empty if the buffer is.
+
+        Cost: a few passes over the live samples in Python.
         """
+        extra = unroll - 1
+        longest = max(max_rows - extra, 1)
         slices: list[Slice] = []
-        used: set[int] = set()
-        queries = keys = 0
-
-        def fits(entry: _Entry) -> bool:
-            if not slices:
-                return True
-            piece = entry.next_slice(max_queries)
-            return (
-                id(entry) not in used
-                and piece.sample.policy_version == slices[0].sample.policy_version
-                and queries + piece.count <= max_queries
-                and keys + _num_keys(piece, window) <= max_keys
-            )
-
-        while (entry := self._next_entry(fits)) is not None:
-            piece = entry.next_slice(max_queries)
-            entry.advance(piece)
-            used.add(id(entry))
+        room, keys = longest, 0
+        entry = self._first_entry()
+        while entry is not None:
+            piece = entry.take(longest, room)
             slices.append(piece)
-            queries += piece.count
-            keys += _num_keys(piece, window)
+            room -= piece.count + extra
+            keys += piece.count + min(window - 1, piece.first)
+            is_full = room < min(SMALLEST_SLICE, longest) or keys >= max_keys
+            entry = None if is_full else self._next_entry(slices)
         return slices
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -231,7 +222,7 @@ class DataBuffer:
                 tensors[f"{prefix}.ids"] = sample.ids
                 tensors[f"{prefix}.features"] = sample.features
                 tensors[f"{prefix}.hidden"] = sample.hidden
-                entries.append([list(sample.uid), sample.prompt_len, entry.passes, entry.part])
+                entries.append([list(sample.uid), sample.prompt_len, entry.passes, entry.drawn])
             versions.append({"version": number, "entries": entries})
         return tensors, {"versions": versions, "seed": self.seed}
 
@@ -241,12 +232,12 @@ class DataBuffer:
         for item in values["versions"]:
             number = item["version"]
             version = _Version(tensors[f"{number}.head_rows"])
-            for index, (uid, prompt_len, passes, part) in enumerate(item["entries"]):
+            for index, (uid, prompt_len, passes, drawn) in enumerate(item["entries"]):
                 ids, features, hidden = (
                     tensors[f"{number}.{index}.{name}"] for name in ("ids", "features", "hidden")
                 )
                 sample = Sample(tuple(uid), ids, features, hidden, prompt_len, number)
-                version.entries.append(_Entry(sample, passes, part))
+                version.entries.append(_Entry(sample, passes, drawn))
             self._versions[number] = version
             self._current = number
         self.seed = values["seed"]
@@ -277,18 +268,27 @@ class DataBuffer:
         if not entries:
             del self._versions[oldest]
 
-    def _next_entry(self, fits: Callable[[_Entry], bool]) -> _Entry | None:
-        """Who is drawn from next: of the current pass, or else one pass ahead; never further."""
+    def _first_entry(self) -> _Entry | None:
+        """Who is drawn from next: the current pass of the stratum least covered in it."""
         if self._strata is None:
             self._strata = _stratify(self._entries(), self.num_strata)
         lowest = self._lowest_pass()
-        by_coverage = sorted(self._strata, key=_coverage)
-        for passes in (lowest, lowest + 1):
-            for stratum in by_coverage:
-                able = [entry for entry in stratum if entry.passes == passes and fits(entry)]
-                if able:
-                    return min(able, key=self._order)
+        for stratum in sorted(self._strata, key=_coverage):
+            able = [entry for entry in stratum if entry.passes == lowest]
+            if able:
+                return min(able, key=self._place)
         return None
+
+    def _next_entry(self, slices: list[Slice]) -> _Entry | None:
+        """Who fills the draw up: the current pass, or else one pass ahead; never further."""
+        lowest = self._lowest_pass()
+        used = {id(piece.sample) for piece in slices}
+        able = [
+            entry
+            for entry in self._versions[slices[0].sample.policy_version].entries
+            if entry.passes <= lowest + 1 and id(entry.sample) not in used
+        ]
+        return min(able, key=lambda entry: (entry.passes, self._place(entry)), default=None)
 
     def _entries(self) -> Iterator[_Entry]:
         return (entry for version in self._versions.values() for entry in version.entries)
@@ -296,21 +296,15 @@ class DataBuffer:
     def _lowest_pass(self) -> int:
         return min((entry.passes for entry in self._entries()), default=0)
 
-    def _order(self, entry: _Entry) -> tuple[bool, int]:
-        """Slices begun come first; else an order that changes with each pass."""
+    def _place(self, entry: _Entry) -> int:
+        """Place in the order of a pass, another one in each pass."""
         sample = entry.sample
-        place = hash((self.seed, entry.passes, sample.policy_version, *sample.uid))
-        return entry.part == 0, place
-
-
-def _num_keys(piece: Slice, window: int) -> int:
-    """Queries of a slice and the context before it."""
-    return piece.count + min(window - 1, piece.first)
+        return hash((self.seed, entry.passes, sample.policy_version, *sample.uid))
 
 
 def _coverage(stratum: list[_Entry]) -> float:
     """How often a sample of the stratum was drawn, on average."""
-    return sum(entry.passes + (entry.part > 0) / 2 for entry in stratum) / max(1, len(stratum))
+    return sum(entry.passes + (entry.drawn > 0) / 2 for entry in stratum) / max(1, len(stratum))
 
 
 def _length(entry: _Entry) -> tuple[int, tuple[int, ...]]:

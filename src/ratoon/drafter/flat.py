@@ -1,7 +1,8 @@
 """All trainable tensors of a drafter in one flat buffer.
 
 Fused tensors lie side by side, so one buffer can be seen under the checkpoint's names or in the
-fused form that computation uses, without copies.
+fused form that computation uses, without copies. The head lies transposed, `[D, Vd]`: so its weight
+gradient is a product of two matrices in memory order, three times as fast on a CPU.
 
 Shape letters: P trainable numbers.
 """
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ratoon.drafter.model import FUSED, DrafterWeights, Eagle3Drafter
 
 TRAINABLE = tuple(name for names in FUSED.values() for name in names)
+_HEAD = "lm_head.weight"
 
 
 class FlatLayout:
@@ -28,18 +30,22 @@ class FlatLayout:
         """Views of `flat [P]` under the checkpoint's names."""
         parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])
         return {
-            name: part.view(shape)
+            name: part.view(shape[::-1]).t() if name == _HEAD else part.view(shape)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
     def fused(self, flat: Tensor) -> DrafterWeights:
-        """Views of `flat [P]` in fused form; each is a leaf of its own for autograd."""
+        """Views of `flat [P]` in fused form, detached."""
         flat = flat.detach()
         views, start = {}, 0
         for field, names in FUSED.items():
             shapes = [self.shapes[name] for name in names]
             size = sum(shape.numel() for shape in shapes)
-            views[field] = flat[start : start + size].view(-1, *shapes[0][1:])
+            part = flat[start : start + size]
+            if names == (_HEAD,):
+                views[field] = part.view(shapes[0][::-1]).t()
+            else:
+                views[field] = part.view(-1, *shapes[0][1:])
             start += size
         return DrafterWeights(**views)
 
@@ -47,7 +53,8 @@ class FlatLayout:
 def adopt(drafter: Eagle3Drafter, layout: FlatLayout) -> nn.Parameter:
     """Move the drafter's parameters into one flat parameter `[P]` and make them views of it."""
     named = dict(drafter.named_parameters())
-    flat = torch.cat([named[name].detach().flatten() for name in TRAINABLE])
+    flat = named[TRAINABLE[0]].detach().new_empty(layout.size)
     for name, view in layout.named(flat).items():
+        view.copy_(named[name].detach())
         named[name].data = view
     return nn.Parameter(flat)

@@ -16,7 +16,7 @@ Source: KL/TV hybrid after LK losses (arXiv 2602.23881); the fusion is ours.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ def _loss_into_gradient(
     scale = (weights / shape.temperature).to(wide)[..., None]
     for start in range(0, rows, chunk_rows):
         part = slice(start, start + chunk_rows)
-        target, p, z, q, sign = scratch[:, : min(chunk_rows, rows - start)]
+        target, p, z, q, spare = scratch[:, : min(chunk_rows, rows - start)]
         _load(teacher[part], shape.temperature, target, p)
         target_lse = _log_normaliser(target, p)
         best = target.argmax(-1) if start == 0 else None
@@ -143,8 +143,8 @@ def _loss_into_gradient(
                 agreed[step, part] = z.argmax(-1) == best
             lse = _log_normaliser(z, q) - target_lse
             torch.sub(target, z, out=z)
-            distances[step, part, 0] = _row_dots(p, z) + lse
-            distances[step, part, 1] = _gradient_into(z, p, q, sign, shape)
+            distances[step, part, 0] = torch.mul(p, z, out=z).sum(-1) + lse
+            distances[step, part, 1] = _gradient_into(z, p, q, spare, shape)
             torch.mul(z, scale[step, part], out=logits[step, part])
     counted = (weights > 0).to(wide)
     kl, tv = distances.unbind(-1)
@@ -163,24 +163,24 @@ def _load(logits: Tensor, temperature: float, scores: Tensor, probabilities: Ten
     torch.softmax(scores, -1, out=probabilities)
 
 
-def _row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Dot products `[rows]` of the rows of two matrices."""
-    return cast(Tensor, torch.linalg.vecdot(a, b))
-
-
 def _log_normaliser(scores: Tensor, probabilities: Tensor) -> Tensor:
     """Log of the softmax's denominator, from the largest entry: no second exponential."""
     return scores.amax(-1) - probabilities.amax(-1).log()
 
 
-def _gradient_into(out: Tensor, p: Tensor, q: Tensor, sign: Tensor, shape: LossShape) -> Tensor:
-    """Write d(loss)/d(logits / T) to `out`, using `sign` as scratch; return tv per row."""
+def _gradient_into(out: Tensor, p: Tensor, q: Tensor, spare: Tensor, shape: LossShape) -> Tensor:
+    """Write d(loss)/d(logits / T) to `out`; return tv per row.
+
+    tv is the sum of q - p over the tokens where q > p, so its gradient by the logit of v is
+    q(v) * ([q(v) > p(v)] - c) with c the mass of q over those tokens.
+    """
     torch.sub(q, p, out=out)
-    torch.sign(out, out=sign)
-    tv = _row_dots(out, sign) / 2
+    tv = torch.clamp(out, min=0, out=spare).sum(-1)
     if shape.kl_weight != 1:
         out.mul_(shape.kl_weight)
     if shape.tv_weight != 0:
-        sign.sub_(_row_dots(q, sign)[:, None])
-        out.addcmul_(q, sign, value=shape.tv_weight / 2)
+        torch.gt(q, p, out=spare).mul_(q)
+        mass = spare.sum(-1, keepdim=True)
+        out.add_(spare, alpha=shape.tv_weight)
+        out.addcmul_(q, mass, value=-shape.tv_weight)
     return tv

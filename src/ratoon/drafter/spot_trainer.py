@@ -20,6 +20,9 @@ from ratoon.drafter.micro_batch import MicroBatch
 from ratoon.drafter.trainer import DrafterTrainer, StepMetrics
 from ratoon.errors import ConfigError
 
+# Micro-batches are padded to multiples of this, for few sizes of matrices.
+ROW_MULTIPLE = 64
+
 Publish = Callable[[dict[str, Tensor], int, str], None]
 
 
@@ -153,10 +156,12 @@ class SpotSession:
     def _micro_step(self) -> bool:
         trainer, options = self._spot.trainer, self._spot.trainer.options
         window = trainer.drafter.config.window
-        slices = self._spot.buffer.draw(options.micro_tokens, 4 * options.micro_tokens, window)
+        slices = self._spot.buffer.draw(
+            options.micro_rows, 4 * options.micro_tokens, window, unroll=options.unroll
+        )
         if not slices:
             return False
-        batch = MicroBatch.build(slices, options.unroll, window)
+        batch = MicroBatch.build(slices, options.unroll, window, multiple=ROW_MULTIPLE)
         version = slices[0].sample.policy_version
         trainer.micro_step(batch, self._spot.buffer.head_rows(version))
         self._micro_steps += 1

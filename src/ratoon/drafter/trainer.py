@@ -43,9 +43,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class TrainerOptions:
     """How the drafter is trained.
 
-    `micro_tokens` bounds the columns of a micro-step and with them its time; `batch_tokens` of them
-    make one optimizer step. Step i of the `unroll` steps weighs `step_decay**i`. `temperature` is
-    the rollouts'. The learning rate rises over `warmup_steps` and then stays.
+    `micro_tokens` bounds the rows of a micro-step and with them its time; about `batch_tokens` of
+    them make one optimizer step. Step i of the `unroll` steps weighs `step_decay**i`. `temperature`
+    is the rollouts'. The learning rate rises over `warmup_steps` and then stays.
     """
 
     learning_rate: float = 5e-4
@@ -80,6 +80,11 @@ class TrainerOptions:
             raise ConfigError(
                 f"Drafter training: loss = {self.loss!r}; allowed are kl, tv and hybrid."
             )
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a micro-step: never more than an optimizer step has."""
+        return min(self.micro_tokens, self.batch_tokens)
 
 
 class StepMetrics(NamedTuple):
@@ -143,8 +148,10 @@ class DrafterTrainer:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough was gathered for an optimizer step."""
-        return self._pending_tokens >= self.options.batch_tokens
+        """Whether an optimizer step is due: as near to `batch_tokens` as micro-steps come."""
+        next_one = self.options.micro_rows
+        enough = self.options.batch_tokens - next_one / 2
+        return self._pending_tokens > max(0.0, enough)
 
     def set_embedding(self, embedding: Tensor) -> None:
         """Use the target's live embedding `[V, D]` from here on; a copy where dtypes differ."""
@@ -276,7 +283,8 @@ class DrafterTrainer:
         """Form all weight gradients gathered, in the master's dtype."""
         views = self._layout.fused(self._products)
         self._model.write_gradients(views)
-        torch.mm(self._head_loss.gradients().t(), torch.cat(self._head_inputs), out=views.head)
+        inputs = torch.cat(self._head_inputs).t().contiguous()
+        torch.mm(inputs, self._head_loss.gradients(), out=views.head.t())
         self._gradient.copy_(self._products)
 
     @torch.no_grad()

@@ -45,7 +45,7 @@ class TrainedDrafter:
         `embedding [V, D]` is the target's, in the dtype of the weights; `rope [2, P, E]` must
         reach the last position plus the number of unroll steps.
         """
-        queries = batch.num_queries
+        queries = batch.step_ids.shape[1]
         hidden = self.fc(batch.features.to(self.fc.weight.dtype))
         query, key, value = self._project(
             _embed(embedding, batch.next_ids), hidden, _at(rope, batch.positions)
