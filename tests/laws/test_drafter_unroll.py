@@ -11,7 +11,7 @@ from ratoon.drafter.data_buffer import Sample, Slice
 from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.micro_batch import MicroBatch
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
-from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
+from ratoon.drafter.trainer import DrafterTrainer, StepMetrics, TrainerOptions
 from ratoon.models.decoder import DecoderConfig, apply_rope
 
 WINDOW = 5
@@ -138,13 +138,18 @@ def served_loss(
     return total / weights
 
 
-def train_once(drafter: Eagle3Drafter, batches: list[list[Slice]], options: TrainerOptions):
+def train_once(
+    drafter: Eagle3Drafter,
+    batches: list[list[Slice]],
+    options: TrainerOptions,
+    multiple: int = 1,
+) -> tuple[StepMetrics, dict[str, Tensor]]:
     """Loss, and the gradient by name before clipping, of one optimizer step."""
     trainer = DrafterTrainer(drafter, options)
     embedding, head = target_tables()
     trainer.set_embedding(embedding)
     for slices in batches:
-        batch = MicroBatch.build(slices, options.unroll, drafter.config.window)
+        batch = MicroBatch.build(slices, options.unroll, drafter.config.window, multiple=multiple)
         trainer.micro_step(batch, head)
     metrics = trainer.optimizer_step()
     assert options.clip_norm > metrics.grad_norm
@@ -174,7 +179,8 @@ def test_unrolled_packed_training_equals_drafting_one_token_at_a_time() -> None:
         torch.testing.assert_close(value, served.p[name].grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_cutting_documents_into_slices_and_micro_steps_changes_nothing() -> None:
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_cutting_documents_into_slices_and_padding_them_changes_nothing(multiple: int) -> None:
     options = options_fp64()
     reference, expected = train_once(make_drafter(), [[whole(s) for s in SAMPLES]], options)
     pieces = [
@@ -183,7 +189,7 @@ def test_cutting_documents_into_slices_and_micro_steps_changes_nothing() -> None
         for start in range(0, s.num_queries, 2)
     ]
     pieces = pieces[::-1]
-    metrics, gradient = train_once(make_drafter(), [pieces[:2], pieces[2:]], options)
+    metrics, gradient = train_once(make_drafter(), [pieces[:2], pieces[2:]], options, multiple)
     assert metrics.loss == pytest.approx(reference.loss, rel=1e-12)
     assert metrics.tokens == reference.tokens == sum(s.num_queries for s in SAMPLES)
     for name, value in gradient.items():
