@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,9 +45,10 @@ def make_samples(seed: int = 0, count: int = 8) -> list[Sample]:
     def ids(low: int, high: int) -> tuple[int, ...]:
         return tuple(source.randrange(61) for _ in range(source.randint(low, high)))
 
+    prompts = [ids(1, 6) for _ in range(-(-count // 2))]
     return [
         Sample(
-            prompt_ids=ids(1, 6),
+            prompt_ids=prompts[index // 2],
             token_ids=ids(1, 20),
             advantage=source.gauss(0, 1),
             group=index // 2,
@@ -95,7 +97,9 @@ def test_cutting_a_step_into_micro_batches_changes_nothing(reduction: str) -> No
     results = {}
     for budget in (10_000, 60, 1):
         core = make_core(budget)
-        sizes[budget] = len(core.micro_batches([(s.prompt_ids, s.token_ids) for s in samples]))
+        examples = [(sample.prompt_ids, sample.token_ids) for sample in samples]
+        groups = [sample.group for sample in samples]
+        sizes[budget] = len(list(core.micro_batches(examples, groups)))
         results[budget] = update(core, samples, loss)
     assert sizes[10_000] == 1
     assert 1 < sizes[60] < 8
@@ -131,9 +135,9 @@ def test_loss_and_gradient_equal_a_naive_padded_batch(pieces: int, size: int) ->
     trainer = PolicyTrainer(core, LOSS, reference=reference)
     seen = 0.0
     for piece in range(pieces):
-        item = trainer._tensors(
-            [(s, 1.0 / count) for s in samples[piece * size : (piece + 1) * size]]
-        )
+        part = samples[piece * size : (piece + 1) * size]
+        ((chosen, batch),) = core.micro_batches([(s.prompt_ids, s.token_ids) for s in part])
+        item = trainer._tensors(batch, [(part[index], 1.0 / count) for index in chosen])
         trainer._add_fixed_logprobs([[item]])
         metrics = PolicyMetrics(core.device)
         trainer._backward(item, metrics)
@@ -148,9 +152,15 @@ def test_order_of_samples_changes_nothing() -> None:
     assert_same(update(make_core(60), samples[::-1]), update(make_core(60), samples))
 
 
+def test_sharing_a_prompt_within_its_group_changes_nothing() -> None:
+    samples = make_samples()
+    alone = [dataclasses.replace(s, group=index) for index, s in enumerate(samples)]
+    assert_same(update(make_core(), samples), update(make_core(), alone))
+
+
 def test_responses_with_advantage_zero_count_in_the_denominator_only() -> None:
     samples = make_samples()
-    samples[3] = Sample(samples[3].prompt_ids, samples[3].token_ids, 0.0, samples[3].group)
+    samples[3] = dataclasses.replace(samples[3], advantage=0.0)
     plain = PolicyLossSettings()
     with_divergence = PolicyLossSettings(kl_coef=1e-300)  # computes them, adds nothing
     skipped, computed = (update(make_core(), samples, loss) for loss in (plain, with_divergence))

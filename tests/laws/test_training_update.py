@@ -212,7 +212,7 @@ def test_the_compute_copy_is_the_rounded_master_after_each_step() -> None:
 def test_engine_log_probabilities_are_compared_where_given() -> None:
     core = make_core(lr=0.0, compute_dtype=torch.float32)
     samples = make_samples()
-    batch = core.pack([(samples[0].prompt_ids, samples[0].token_ids)])
+    ((_, batch),) = core.micro_batches([(samples[0].prompt_ids, samples[0].token_ids)])
     with torch.no_grad():
         exact = core.log_probs(batch).tolist()
     shifted = (exact[0] + 0.5, *exact[1:])

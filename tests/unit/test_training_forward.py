@@ -101,7 +101,7 @@ def _plain_attention(rotary: Tensor, value: Tensor, lengths: Sequence[int]) -> T
 def test_attention_stays_within_documents_and_has_the_plain_gradient(lengths: list[int]) -> None:
     torch.manual_seed(0)
     rotary, value = _randn(sum(lengths), 6, 8), _randn(sum(lengths), 2, 8)
-    plan = plan_documents(lengths, 4, 2, torch.device("cpu"))
+    plan = plan_documents(PackedBatch.of([[0] * length for length in lengths]), 4, 2)
     ours, theirs = (
         document_attention(rotary, value, plan),
         _plain_attention(rotary, value, lengths),
@@ -119,7 +119,7 @@ def test_attention_stays_within_documents_and_has_the_plain_gradient(lengths: li
 def test_bf16_gradients_of_attention_are_as_close_to_exact_as_rounding_allows() -> None:
     torch.manual_seed(0)
     lengths = [90, 180, 300]
-    plan = plan_documents(lengths, 4, 2, torch.device("cpu"))
+    plan = plan_documents(PackedBatch.of([[0] * length for length in lengths]), 4, 2)
     exact = [(2 * torch.randn(570, n, 8).bfloat16()).double().requires_grad_() for n in (6, 2)]
     rough = [x.detach().bfloat16().requires_grad_() for x in exact]
     weights = torch.randn(570, 32).bfloat16()
@@ -139,3 +139,26 @@ def test_documents_do_not_see_each_other_and_taps_are_inputs_of_layers() -> None
     ids = torch.tensor([token for document in documents for token in document])
     assert torch.equal(tapped[0], F.embedding(ids, decoder.embed_tokens.weight))
     assert tapped[1].shape == hidden.shape
+
+
+# 300 tokens after a prompt make two segments of queries.
+@pytest.mark.parametrize("branches", [[3, 1, 40], [300, 5]])
+def test_a_shared_prompt_gives_what_repeating_it_gives(branches: list[int]) -> None:
+    torch.manual_seed(0)
+    decoder = Decoder(CONFIG).double()
+    prompt, other = list(range(7)), [5, 4, 3]
+    ends = [torch.randint(0, 61, (length,)).tolist() for length in branches]
+    shared = PackedBatch.of([other, prompt, *ends], (None, None, *(1 for _ in ends)))
+    repeated = PackedBatch.of([other, *([*prompt, *end] for end in ends)])
+    hidden, whole = decoder(shared)[0], decoder(repeated)[0]
+    pieces = whole[3:].split([7 + length for length in branches])
+    expected = torch.cat([whole[:3], pieces[0][:7], *(piece[7:] for piece in pieces)])
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-12)
+    weights = torch.randn_like(expected)
+    parameters = list(decoder.parameters())
+    for mine, theirs in zip(
+        torch.autograd.grad(hidden, parameters, weights),
+        torch.autograd.grad(expected, parameters, weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)

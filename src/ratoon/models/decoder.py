@@ -151,11 +151,9 @@ class Decoder(nn.Module):
         input of that layer `[T, D]`.
         """
         x = fused.embed(batch.ids, self.embed_tokens.weight)
-        table = rope_table(self.config, max(batch.lengths), x.dtype).to(x.device)
+        table = rope_table(self.config, batch.longest, x.dtype).to(x.device)
         rope = table[:, batch.positions].unsqueeze(2)
-        plan = plan_documents(
-            batch.lengths, self.config.num_heads, self.config.num_kv_heads, x.device
-        )
+        plan = plan_documents(batch, self.config.num_heads, self.config.num_kv_heads)
         tapped = []
         for index, layer in enumerate(self.layers):
             if index in taps:

@@ -17,27 +17,51 @@ from torch import Tensor
 class PackedBatch:
     """Documents laid end to end; attention never crosses a document's border.
 
-    `ids [T]` and `positions [T]` are int64; positions restart at 0 in each document; `lengths`
-    sums to T. Example: documents of 3 and 2 tokens have positions `[0, 1, 2, 0, 1]`.
+    `ids [T]` and `positions [T]` are int64; `lengths` sums to T. Usually each piece is a document.
+    Where `parents[i]` is not None, piece i continues piece `parents[i]`, which itself continues
+    none: several completions of one prompt hold the prompt once. Such a document is its parent
+    followed by the piece.
+
+    Example: documents of 3 and 2 tokens have positions `[0, 1, 2, 0, 1]` and parents
+    `(None, None)`; a prompt of 3 tokens with completions of 2 and 1 has positions
+    `[0, 1, 2, 3, 4, 3]` and parents `(None, 0, 0)`.
     """
 
     ids: Tensor
     positions: Tensor
     lengths: tuple[int, ...]
+    parents: tuple[int | None, ...]
 
     @staticmethod
-    def of(documents: Sequence[Sequence[int]]) -> PackedBatch:
-        """Pack documents in the order given."""
-        lengths = tuple(len(document) for document in documents)
-        ids = torch.tensor(
-            [token for document in documents for token in document], dtype=torch.long
+    def of(
+        pieces: Sequence[Sequence[int]], parents: Sequence[int | None] | None = None
+    ) -> PackedBatch:
+        """Pack pieces in the order given; without `parents` each is a document."""
+        lengths = tuple(len(piece) for piece in pieces)
+        chosen = (None,) * len(lengths) if parents is None else tuple(parents)
+        ids = torch.tensor([token for piece in pieces for token in piece], dtype=torch.long)
+        firsts = [0 if parent is None else lengths[parent] for parent in chosen]
+        positions = torch.cat(
+            [
+                torch.arange(first, first + length)
+                for first, length in zip(firsts, lengths, strict=True)
+            ]
         )
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        return PackedBatch(ids, positions, lengths)
+        return PackedBatch(ids, positions, lengths, chosen)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(
+            length + (0 if parent is None else self.lengths[parent])
+            for length, parent in zip(self.lengths, self.parents, strict=True)
+        )
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on another device."""
-        return PackedBatch(self.ids.to(device), self.positions.to(device), self.lengths)
+        return PackedBatch(
+            self.ids.to(device), self.positions.to(device), self.lengths, self.parents
+        )
 
 
 def micro_batches(

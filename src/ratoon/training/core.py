@@ -9,7 +9,7 @@ Shape letters: N tokens of the loss.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,7 @@ from ratoon.training.optimizer import (
     learning_rate,
     make_adamw,
 )
-from ratoon.training.samples import TokenBatch, pack, trained_length
-
-Example = tuple[Sequence[int], Sequence[int]]
+from ratoon.training.samples import Example, TokenBatch, families, pack, trained_length
 
 
 class StepStats(NamedTuple):
@@ -77,17 +75,34 @@ class TrainerCore:
         """The type of log-probabilities and losses."""
         return sum_dtype(self.compute.head_weight.dtype)
 
-    def micro_batches(self, examples: Sequence[Example]) -> list[list[int]]:
-        """This worker's micro-batches, as indices into the examples of all workers.
+    def micro_batches(
+        self, examples: Sequence[Example], groups: Sequence[Hashable] | None = None
+    ) -> Iterator[tuple[list[int], TokenBatch]]:
+        """This worker's share of the examples of all workers, cut and packed.
 
-        A function of the examples' lengths and order alone.
+        Yields, for each micro-batch, which example each of its responses is, and its tensors on the
+        trainer's device. Examples of one group and prompt are packed together and hold the
+        prompt once. The cut is a function of the arguments and the number of workers alone.
         """
-        lengths = [trained_length(*example) for example in examples]
-        return micro_batches(lengths, self.micro_batch_tokens, self.workers.size)[self.workers.rank]
-
-    def pack(self, examples: Sequence[Example]) -> TokenBatch:
-        """Tensors of one micro-batch on the trainer's device."""
-        return pack(examples, self.device)
+        size = self.workers.size
+        max_tokens = self.micro_batch_tokens
+        if size > 1:
+            # No family may be so large that one worker waits for another.
+            total = sum(trained_length(*example) for example in examples)
+            max_tokens = min(max_tokens, -(-total // (2 * size)))
+        members = families(examples, groups, max_tokens)
+        lengths = [
+            trained_length(examples[family[0]][0], *(examples[index][1] for index in family))
+            for family in members
+        ]
+        cut = micro_batches(lengths, self.micro_batch_tokens, size)[self.workers.rank]
+        for places in cut:
+            chosen = [members[place] for place in places]
+            batch = [
+                (examples[family[0]][0], [examples[index][1] for index in family])
+                for family in chosen
+            ]
+            yield [index for family in chosen for index in family], pack(batch, self.device)
 
     def log_probs(self, batch: TokenBatch, decoder: Decoder | None = None) -> Tensor:
         """Log-probabilities `[N]` of the batch's targets under the policy, or another decoder."""

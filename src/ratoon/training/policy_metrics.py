@@ -12,7 +12,7 @@ from ratoon.rl.losses import PolicyLoss
 from ratoon.training.data_parallel import DataParallel
 
 _SUMS = (
-    "loss", "packed_tokens", "tokens", "ratio", "clipped", "surprisal",
+    "loss", "trained_tokens", "tokens", "ratio", "clipped", "surprisal",
     "kl", "kl_tokens", "difference", "equal", "compared",
 )  # fmt: skip
 _MAXIMA = ("ratio", "difference")
@@ -26,11 +26,11 @@ class PolicyMetrics:
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
     def add(
-        self, logprobs: Tensor, policy: PolicyLoss, loss: Tensor, num_packed_tokens: int
+        self, logprobs: Tensor, policy: PolicyLoss, loss: Tensor, num_trained_tokens: int
     ) -> None:
         """One micro-batch: its log-probabilities `[N]`, token losses and share of the loss."""
         self._add("loss", loss.detach())
-        self._add("packed_tokens", num_packed_tokens)
+        self._add("trained_tokens", num_trained_tokens)
         self._add("tokens", len(logprobs))
         self._add("ratio", policy.ratios.sum())
         self._add("clipped", policy.is_clipped.sum())
@@ -58,7 +58,7 @@ class PolicyMetrics:
         largest = dict(zip(_MAXIMA, workers.max_(self._maxima.clone()).tolist(), strict=True))
         summary = {
             "policy/loss": total["loss"] / num_steps,
-            "policy/tokens": total["packed_tokens"],
+            "policy/tokens": total["trained_tokens"],
         }
         if total["tokens"]:
             summary |= {

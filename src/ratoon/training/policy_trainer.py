@@ -19,7 +19,7 @@ from ratoon.rl.losses import clipped_surrogate
 from ratoon.rl.reduction import Reduction, response_weights, weighted_sum
 from ratoon.training.core import TrainerCore
 from ratoon.training.policy_metrics import PolicyMetrics
-from ratoon.training.samples import Sample, TokenBatch
+from ratoon.training.samples import Sample, TokenBatch, trained_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class _MicroBatch:
     batch: TokenBatch
     advantages: Tensor
     weights: Tensor
+    num_tokens: int
     engine_logprobs: Tensor | None
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
@@ -70,7 +71,8 @@ class PolicyTrainer:
         """One RL step: as many optimizer steps as minibatches. Same arguments on all workers.
 
         Responses that can contribute no gradient (advantage 0 and no KL term) count in every
-        denominator but are not computed; means over tokens are over the others. Metrics with
+        denominator but are not computed; means over tokens are over the others. A prompt is
+        computed once for its group, and counted in `policy/tokens` for each response. Metrics with
         nothing to measure are left out.
 
         Raises: ValueError for unusable samples; NumericsError if a gradient is not finite.
@@ -102,12 +104,14 @@ class PolicyTrainer:
             for sample, weight in zip(samples, weights, strict=True)
             if sample.advantage != 0 or self.loss.kl_coef > 0
         ]
-        groups = self.core.micro_batches([(s.prompt_ids, s.token_ids) for s, _ in pairs])
-        return [self._tensors([pairs[index] for index in group]) for group in groups]
+        cut = self.core.micro_batches(
+            [(sample.prompt_ids, sample.token_ids) for sample, _ in pairs],
+            [sample.group for sample, _ in pairs],
+        )
+        return [self._tensors(batch, [pairs[index] for index in chosen]) for chosen, batch in cut]
 
-    def _tensors(self, pairs: Sequence[tuple[Sample, float]]) -> _MicroBatch:
+    def _tensors(self, batch: TokenBatch, pairs: Sequence[tuple[Sample, float]]) -> _MicroBatch:
         samples = [sample for sample, _ in pairs]
-        batch = self.core.pack([(sample.prompt_ids, sample.token_ids) for sample in samples])
         dtype = self.core.sum_dtype
         engine_logprobs = None
         if any(sample.engine_logprobs is not None for sample in samples):
@@ -121,6 +125,7 @@ class PolicyTrainer:
             batch=batch,
             advantages=batch.per_token([sample.advantage for sample in samples], dtype),
             weights=batch.per_token([weight for _, weight in pairs], dtype),
+            num_tokens=sum(trained_length(s.prompt_ids, s.token_ids) for s in samples),
             engine_logprobs=engine_logprobs,
         )
 
@@ -152,7 +157,7 @@ class PolicyTrainer:
             metrics.add_divergence(divergence)
         loss = weighted_sum(losses, item.weights)
         loss.backward()
-        metrics.add(logprobs, policy, loss, len(item.batch.packed.ids))
+        metrics.add(logprobs, policy, loss, item.num_tokens)
         if item.engine_logprobs is not None:
             metrics.compare(logprobs, item.engine_logprobs)
 

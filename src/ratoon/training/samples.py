@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ratoon.models.packing import PackedBatch
 
+# A prompt and its completion.
+Example = tuple[Sequence[int], Sequence[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -37,7 +40,8 @@ class TokenBatch:
     """Packed responses with the rows whose next token is learned.
 
     `rows [N]` index into the packed tokens, `targets [N]` are the ids that follow, both int64;
-    `lengths` are the responses' numbers of such tokens.
+    `lengths` are the responses' numbers of such tokens. A row occurs once for each response that it
+    begins.
     """
 
     packed: PackedBatch
@@ -54,34 +58,73 @@ class TokenBatch:
         )
 
 
-def trained_length(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Tokens that go through the model: all but the last, which predicts nothing."""
-    return len(prompt_ids) + len(token_ids) - 1
+def trained_length(prompt_ids: Sequence[int], *completions: Sequence[int]) -> int:
+    """Tokens of a family that go through the model.
+
+    Its completions share the prompt; their last tokens predict nothing.
+    """
+    return len(prompt_ids) + sum(len(token_ids) - 1 for token_ids in completions)
+
+
+def families(
+    examples: Sequence[Example], groups: Sequence[Hashable] | None, max_tokens: int
+) -> list[list[int]]:
+    """Indices of examples that are packed together because they share group and prompt.
+
+    A family that would exceed `max_tokens` is cut, and its prompt repeated. Without `groups` each
+    example is on its own.
+    """
+    if groups is None:
+        return [[index] for index in range(len(examples))]
+    found: list[list[int]] = []
+    latest: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
+    for index, ((prompt_ids, token_ids), group) in enumerate(zip(examples, groups, strict=True)):
+        key = (group, tuple(prompt_ids))
+        family = latest.get(key)
+        if family is not None:
+            completions = [examples[member][1] for member in family]
+            if trained_length(prompt_ids, *completions, token_ids) <= max_tokens:
+                family.append(index)
+                continue
+        latest[key] = [index]
+        found.append(latest[key])
+    return found
 
 
 def pack(
-    examples: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
+    batch: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], device: torch.device
 ) -> TokenBatch:
-    """Pack pairs of prompt and completion; only completions are learned.
+    """Pack families, each a prompt with its completions; only completions are learned.
 
     Raises: ValueError if a prompt or a completion is empty.
     """
-    documents, rows, targets = [], [], []
+    pieces: list[Sequence[int]] = []
+    parents: list[int | None] = []
+    rows, targets = [], []
     start = 0
-    for index, (prompt_ids, token_ids) in enumerate(examples):
-        if not prompt_ids or not token_ids:
+    for prompt_ids, completions in batch:
+        if not prompt_ids or not all(completions):
             raise ValueError(
-                f"example {index} has {len(prompt_ids)} prompt and {len(token_ids)} completion "
-                "tokens; it needs at least one of each"
+                f"a prompt of {len(prompt_ids)} tokens has completions of "
+                f"{[len(token_ids) for token_ids in completions]}; each needs at least one token"
             )
-        documents.append([*prompt_ids, *token_ids[:-1]])
-        first = start + len(prompt_ids) - 1
-        rows.append(torch.arange(first, first + len(token_ids)))
-        targets.append(torch.tensor(token_ids, dtype=torch.long))
-        start += len(documents[-1])
+        parent = len(pieces)
+        last_of_prompt = start + len(prompt_ids) - 1
+        # A lone completion makes one piece with its prompt.
+        pieces.append([*prompt_ids, *completions[0][:-1]] if len(completions) == 1 else prompt_ids)
+        parents.append(None)
+        start += len(prompt_ids)
+        for token_ids in completions:
+            length = len(token_ids) - 1
+            rows.append(torch.tensor([last_of_prompt, *range(start, start + length)]))
+            targets.append(torch.tensor(token_ids, dtype=torch.long))
+            if len(completions) > 1 and length:
+                pieces.append(token_ids[:-1])
+                parents.append(parent)
+            start += length
     return TokenBatch(
-        packed=PackedBatch.of(documents).to(device),
+        packed=PackedBatch.of(pieces, parents).to(device),
         rows=torch.cat(rows).to(device),
         targets=torch.cat(targets).to(device),
-        lengths=tuple(len(token_ids) for _, token_ids in examples),
+        lengths=tuple(len(token_ids) for _, completions in batch for token_ids in completions),
     )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ratoon.rl.reduction import response_weights, weighted_sum
-from ratoon.training.core import Example, TrainerCore
-from ratoon.training.samples import TokenBatch
+from ratoon.training.core import TrainerCore
+from ratoon.training.samples import Example, TokenBatch
 
 
 class SFTTrainer:
@@ -56,9 +56,8 @@ class SFTTrainer:
         """This worker's micro-batches, each with the weights `[N]` of its tokens."""
         weights = response_weights([len(completion) for _, completion in examples], "token_mean")
         batches = []
-        for group in self.core.micro_batches(examples):
-            batch = self.core.pack([examples[index] for index in group])
-            per_token = batch.per_token([weights[index] for index in group], self.core.sum_dtype)
+        for chosen, batch in self.core.micro_batches(examples):
+            per_token = batch.per_token([weights[index] for index in chosen], self.core.sum_dtype)
             batches.append((batch, per_token))
         return batches
 
