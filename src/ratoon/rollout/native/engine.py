@@ -245,7 +245,7 @@ class RolloutEngine:
         lengths = rows.lengths[:num_live]
         width = round_up_width(int(lengths.max()) + num_nodes)
         group = self.model.config.num_heads // self.model.config.num_kv_heads
-        mask = attention_mask(lengths, ancestor_mask(tree), width, group)
+        mask = attention_mask(lengths, ancestor_mask(tree), width, group, self.model.dtype)
         return self.model.forward(
             tree.tokens,
             lengths[:, None] + tree.depths,

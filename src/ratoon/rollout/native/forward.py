@@ -97,9 +97,9 @@ class InferenceModel:
         """States of the new tokens; their keys and values are written to the cache.
 
         Shapes: `tokens [B, N]`, `positions [B, N]`, `entries [R]` flat cache entries to write,
-        `mask [B, 1, N * H/G, W]` additive (query heads of a group are folded into the query axis,
-        N outermost); the B rows are the cache's slots from `first_slot` on. Returns final-norm
-        states `[R, D]` and features `[R, num_taps * D]`.
+        `mask [B, 1, N * H/G, W]` as `attention_mask` makes it (query heads of a group are folded
+        into the query axis, N outermost); the B rows are the cache's slots from `first_slot` on.
+        Returns final-norm states `[R, D]` and features `[R, num_taps * D]`.
         Host-device syncs: none.
         """
         num_rows, num_new = tokens.shape
@@ -148,12 +148,16 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int
     return unfolded.flatten(2, 3)
 
 
-def attention_mask(lengths: Tensor, ancestors: Tensor, width: int, group: int) -> Tensor:
+def attention_mask(
+    lengths: Tensor, ancestors: Tensor, width: int, group: int, dtype: torch.dtype
+) -> Tensor:
     """Additive mask: the committed context, plus each new token's ancestors among the new tokens.
 
+    `dtype` must be the queries': the CPU kernel reads a float32 mask wrongly for float64 queries,
+    and the CUDA kernels refuse other types.
+
     Shapes: `lengths [B]` committed positions, `ancestors [B, N, N]` bool (ancestor or self; the
-    token of column i is cached at position `lengths + i`). Returns float32
-    `[B, 1, N * group, width]`.
+    token of column i is cached at position `lengths + i`). Returns `[B, 1, N * group, width]`.
     """
     num_rows, num_new, _ = ancestors.shape
     columns = torch.arange(width, device=lengths.device)
@@ -161,7 +165,6 @@ def attention_mask(lengths: Tensor, ancestors: Tensor, width: int, group: int) -
     visible = (offset < 0)[:, None].expand(num_rows, num_new, width).clone()
     target = (lengths[:, None] + torch.arange(num_new, device=lengths.device))[:, None]
     visible.scatter_(2, target.expand(num_rows, num_new, num_new), ancestors)
-    mask = torch.zeros(visible.shape, device=lengths.device).masked_fill_(
-        visible.logical_not_(), float("-inf")
-    )
+    mask = torch.zeros(visible.shape, dtype=dtype, device=lengths.device)
+    mask.masked_fill_(visible.logical_not_(), float("-inf"))
     return mask.repeat_interleave(group, dim=1).unsqueeze(1)

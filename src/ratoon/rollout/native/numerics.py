@@ -117,7 +117,7 @@ def _attend_chain(query: Tensor, keys: Tensor, values: Tensor, lengths: list[int
     group = query.shape[2] // keys.shape[1]
     chain = torch.ones(num_new, num_new, dtype=torch.bool, device=query.device).tril()
     starts = torch.tensor(lengths, device=query.device)
-    mask = attention_mask(starts, chain.expand(len(lengths), -1, -1), width, group)
+    mask = attention_mask(starts, chain.expand(len(lengths), -1, -1), width, group, query.dtype)
     return attend(query.flatten(0, 1), keys[:, :, :width], values[:, :, :width], mask, group)
 
 
@@ -169,7 +169,7 @@ def decode(
         ancestors = torch.ones(num_new, num_new, dtype=torch.bool, device=device).tril()
     group = model.config.num_heads // model.config.num_kv_heads
     width = round_up_width(max(lengths) + num_new)
-    mask = attention_mask(starts, ancestors.expand(num_rows, -1, -1), width, group)
+    mask = attention_mask(starts, ancestors.expand(num_rows, -1, -1), width, group, model.dtype)
     positions = starts[:, None] + ancestors.sum(1) - 1
     slots = torch.arange(num_rows, device=device)[:, None] * cache.num_positions
     entries = slots + starts[:, None] + torch.arange(num_new, device=device)

@@ -100,7 +100,11 @@ class PromptQueue:
         group = model.config.num_heads // model.config.num_kv_heads
         ancestors = torch.ones(1, num_new, num_new, dtype=torch.bool, device=device).tril()
         mask = attention_mask(
-            torch.tensor([start], device=device), ancestors, round_up_width(end), group
+            torch.tensor([start], device=device),
+            ancestors,
+            round_up_width(end),
+            group,
+            model.dtype,
         )
         hidden, features = model.forward(
             torch.tensor([prompt[start:end]], device=device),
