@@ -35,7 +35,11 @@ def _randn(*shape: int) -> Tensor:
             lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
             [(6,), (6,)],
         ),
-        (fused.swiglu, lambda x: F.silu(x[:, :3]) * x[:, 3:], [(6,)]),
+        (
+            fused.swiglu_linear,
+            lambda x, w: F.linear(F.silu(x[:, :3]) * x[:, 3:], w),
+            [(6,), (4, 3)],
+        ),
     ],
 )
 def test_values_and_gradients_equal_autograd(

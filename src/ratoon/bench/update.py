@@ -75,9 +75,10 @@ def _run(
     samples = make_samples(num_tokens, seed)
     lengths = [trained_length(sample.prompt_ids, sample.token_ids) for sample in samples]
     apart = [dataclasses.replace(sample, group=place) for place, sample in enumerate(samples)]
+    trainer = _trainer(micro_batch_tokens, seed)
     arms: dict[str, Callable[[], object]] = {
-        "ratoon": _our_arm(samples, micro_batch_tokens, seed),
-        "ratoon_repeated": _our_arm(apart, micro_batch_tokens, seed),
+        "ratoon": lambda: trainer.update(samples),
+        "ratoon_repeated": lambda: trainer.update(apart),
     }
     if baseline is not None:
         arms["transformers"] = _transformers_arm(samples, micro_batch_tokens, baseline)
@@ -132,15 +133,14 @@ def make_samples(num_tokens: int, seed: int) -> list[Sample]:
     return samples
 
 
-def _our_arm(samples: Sequence[Sample], micro_batch_tokens: int, seed: int) -> Callable[[], object]:
+def _trainer(micro_batch_tokens: int, seed: int) -> PolicyTrainer:
     torch.manual_seed(seed)
     decoder = Decoder(TARGET)
     for parameter in decoder.parameters():
         if parameter.dim() == 2:
             parameter.data.normal_(std=0.02)
     core = TrainerCore(decoder, OptimizerSettings(lr=LR), micro_batch_tokens=micro_batch_tokens)
-    trainer = PolicyTrainer(core, PolicyLossSettings())
-    return lambda: trainer.update(samples)
+    return PolicyTrainer(core, PolicyLossSettings())
 
 
 def _transformers_arm(

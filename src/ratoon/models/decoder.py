@@ -113,7 +113,7 @@ class Block(nn.Module):
         attended = self._attend(self.input_norm(x), rope, plan)
         x = x + fused.linear(attended, self.o_proj.weight)
         gate_up = fused.linear(self.post_norm(x), self.gate_up_proj.weight)
-        return x + fused.linear(fused.swiglu(gate_up), self.down_proj.weight)
+        return x + fused.swiglu_linear(gate_up, self.down_proj.weight)
 
     def _attend(self, x: Tensor, rope: Tensor, plan: DocumentPlan) -> Tensor:
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads

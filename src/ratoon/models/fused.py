@@ -58,11 +58,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Linear map whose weight gradient multiplies a transposed copy.
-
-    oneDNN's bf16 product with a transposed left factor runs at half speed (0.5 against
-    1.0 TFLOP/s on one AMX core); a copy of the narrower factor, transposed, costs a tenth of that.
-    """
+    """Linear map; see `_weight_grad`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -74,15 +70,23 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None
-        if x.device.type != "cpu":
-            grad_weight = grad.t() @ x
-        elif grad.shape[1] <= x.shape[1]:
-            grad_weight = transposed(grad) @ x
-        else:
-            grad_weight = transposed(transposed(x) @ grad)
-        return grad_x, deliver_grad(weight, grad_weight)
+        grad_weight = _weight_grad(grad, x, weight) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    """Deliver `grad [T, N].T @ x [T, D]`.
+
+    oneDNN's bf16 product with a transposed left factor runs at half speed (0.5 against
+    1.0 TFLOP/s on one AMX core); a copy of the narrower factor, transposed, costs a tenth of that.
+    """
+    if x.device.type != "cpu":
+        product = grad.t() @ x
+    elif grad.shape[1] <= x.shape[1]:
+        product = transposed(grad) @ x
+    else:
+        product = transposed(transposed(x) @ grad)
+    return deliver_grad(weight, product)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -134,41 +138,45 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, deliver_grad(weight, grad_weight.to(weight.dtype)), None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `gate_up [T, 2 M]`, the two halves side by side; returns `[T, M]`.
+def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """`(silu(gate) * up) @ weight [N, M].T` of `gate_up [T, 2 M]`, the two halves side by side.
 
     Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """
-    return cast(Tensor, _SwiGLU.apply(gate_up))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SwiGLULinear.apply(gate_up, weight))  # type: ignore[no-untyped-call]
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Saves its input only."""
+class _SwiGLULinear(torch.autograd.Function):
+    """Saves `gate_up` and not the product, which backward makes again in passing."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
         size = block_rows(gate_up)
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        for block, target in zip(gate_up.split(size), out.split(size), strict=True):
+        hidden = gate_up.new_empty(gate_up.shape[0], weight.shape[1])
+        for block, target in zip(gate_up.split(size), hidden.split(size), strict=True):
             gate, up = block.chunk(2, dim=-1)
             torch.mul(F.silu(gate), up, out=target)
-        return out
+        return F.linear(hidden, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate_up, weight = ctx.saved_tensors
         size = block_rows(gate_up)
+        grad_hidden = grad @ weight
         grad_gate_up = torch.empty_like(gate_up)
-        for block, block_grad, target in zip(
-            gate_up.split(size), grad.split(size), grad_gate_up.split(size), strict=True
+        for block, hidden, target in zip(
+            gate_up.split(size), grad_hidden.split(size), grad_gate_up.split(size), strict=True
         ):
             gate, up = block.chunk(2, dim=-1)
             grad_gate, grad_up = target.chunk(2, dim=-1)
-            torch.mul(F.silu(gate), block_grad, out=grad_up)
-            torch.ops.aten.silu_backward.grad_input(block_grad * up, gate, grad_input=grad_gate)
-        return grad_gate_up
+            active = F.silu(gate)
+            torch.mul(active, hidden, out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(hidden * up, gate, grad_input=grad_gate)
+            # From here on the block holds the layer's product, not its gradient.
+            torch.mul(active, up, out=hidden)
+        return grad_gate_up, _weight_grad(grad, grad_hidden, weight)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
