@@ -46,16 +46,16 @@ def test_an_empty_cache_is_finite_and_holds_whole_blocks() -> None:
 
 def test_views_show_what_is_written_by_entry() -> None:
     cache = make_cache()
-    keys, values = cache.flat_layer(1)
+    other, layer = cache.layers(1, 2, 64)
     entry = 2 * cache.num_positions + 5
-    keys[entry] = -1.0
-    values[entry] = -2.0
-    seen_keys, seen_values = cache.layer(1, 1, 2, 64)
-    assert seen_keys.shape == (2, HEADS, 64, HEAD_DIM)
-    assert bool((seen_keys[1, :, 5] == -1).all())
-    assert bool((seen_values[1, :, 5] == -2).all())
-    assert int((seen_keys < 0).sum()) == HEADS * HEAD_DIM
-    assert bool((cache.layer(0, 0, SLOTS, 128)[0] >= 0).all())
+    layer.key_entries[entry] = -1.0
+    layer.value_entries[entry] = -2.0
+    assert layer.keys.shape == layer.values.shape == (2, HEADS, 64, HEAD_DIM)
+    assert bool((layer.keys[1, :, 5] == -1).all())
+    assert bool((layer.values[1, :, 5] == -2).all())
+    assert int((layer.keys < 0).sum()) == HEADS * HEAD_DIM
+    assert bool((other.keys >= 0).all())
+    assert int((cache.data < 0).sum()) == 2 * HEADS * HEAD_DIM
 
 
 def test_entries_are_copied_in_all_layers_and_read_before_they_are_overwritten() -> None:

@@ -9,6 +9,9 @@ Shape letters: L layers, S slots, P positions, G key/value heads, E head width, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,19 @@ WIDTH_STEP = 64
 def round_up_width(length: int, step: int = WIDTH_STEP) -> int:
     """The smallest multiple of `step` that holds `length` positions."""
     return -(-length // step) * step
+
+
+class LayerViews(NamedTuple):
+    """One layer's keys and values, to attend to and to write into.
+
+    Shapes: `keys, values [B, G, W, E]` of neighbouring slots; `key_entries, value_entries
+    [S * P, G, E]`, where entry `slot * P + position` belongs to a position.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_entries: Tensor
+    value_entries: Tensor
 
 
 class KVCache:
@@ -42,17 +58,13 @@ class KVCache:
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self._entries = self.data.view(2 * num_layers, num_slots * self.num_positions, -1)
 
-    def layer(
-        self, index: int, first_slot: int, num_rows: int, width: int
-    ) -> tuple[Tensor, Tensor]:
-        """Views `[B, G, W, E]` of one layer's keys and values of `num_rows` neighbouring slots."""
-        both = self.data[:, index, first_slot : first_slot + num_rows, :width].transpose(2, 3)
-        return both[0], both[1]
-
-    def flat_layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Views `[S * P, G, E]` to write into; entry `slot * P + position`."""
-        both = self.data[:, index].flatten(1, 2)
-        return both[0], both[1]
+    def layers(self, first_slot: int, num_rows: int, width: int) -> Iterator[LayerViews]:
+        """Views of each layer, made all at once: a step's forward visits every layer."""
+        slots = slice(first_slot, first_slot + num_rows)
+        context = self.data[:, :, slots, :width].transpose(3, 4).unbind(1)
+        entries = self.data.flatten(2, 3).unbind(1)
+        for seen, written in zip(context, entries, strict=True):
+            yield LayerViews(*seen.unbind(0), *written.unbind(0))
 
     def copy_entries(self, source: Tensor, target: Tensor) -> None:
         """Copy entries `source [M] -> target [M]` (flat indices) in all layers."""

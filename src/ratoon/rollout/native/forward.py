@@ -110,7 +110,9 @@ class InferenceModel:
         x = F.embedding(tokens.reshape(-1), self.embedding)
         cos, sin = self._rope[:, positions.reshape(-1)].unsqueeze(2)
         tapped = []
-        for index, (input_norm, qkv, out, post_norm, gate_up, down) in enumerate(self._layers):
+        layers = zip(self._layers, cache.layers(first_slot, num_rows, mask.shape[-1]), strict=True)
+        for index, (weights, cached) in enumerate(layers):
+            input_norm, qkv, out, post_norm, gate_up, down = weights
             if index in self.taps:
                 tapped.append(x)
             fused = qkv(F.rms_norm(x, width, input_norm, eps))
@@ -121,11 +123,9 @@ class InferenceModel:
             query, key = apply_rope(rotary, cos, sin).split(
                 (config.num_heads, config.num_kv_heads), dim=1
             )
-            keys, values = cache.flat_layer(index)
-            keys.index_copy_(0, entries, key)
-            values.index_copy_(0, entries, value)
-            context = cache.layer(index, first_slot, num_rows, mask.shape[-1])
-            attended = attend(query, *context, mask, group)
+            cached.key_entries.index_copy_(0, entries, key)
+            cached.value_entries.index_copy_(0, entries, value)
+            attended = attend(query, cached.keys, cached.values, mask, group)
             x = x + out(attended.reshape(num_rows * num_new, -1))
             gate, up = gate_up(F.rms_norm(x, width, post_norm, eps)).chunk(2, dim=-1)
             x = x + down(F.silu(gate).mul_(up))
