@@ -117,7 +117,11 @@ class ServedDrafter:
 
 
 def served_loss(
-    served: ServedDrafter, samples: list[Sample], head: Tensor, options: TrainerOptions
+    served: ServedDrafter,
+    samples: list[Sample],
+    head: Tensor,
+    options: TrainerOptions,
+    phase: int = 0,
 ) -> Tensor:
     """The loss summed over pairs and steps and divided by the summed weights."""
     total, weights = torch.zeros((), dtype=torch.float64), 0.0
@@ -126,13 +130,14 @@ def served_loss(
         for pair in range(len(sample.ids) - 2):
             if pair + 2 < sample.prompt_len:
                 continue
-            steps = min(options.unroll, last - pair - 1)
+            is_deep = (pair + phase) % options.deep_stride == 0
+            steps = min(options.unroll if is_deep else 1, last - pair - 1)
             for step, logits in enumerate(served.chain(sample, pair, steps)):
                 p = (head @ sample.hidden[pair + 1 + step] / options.temperature).softmax(0)
                 q = (logits / options.temperature).softmax(0)
                 kl = (p * (p.log() - q.log())).sum()
                 tv = (p - q).abs().sum() / 2
-                weight = options.step_decay**step
+                weight = options.step_decay**step * (options.deep_stride if step else 1)
                 total = total + weight * (kl + options.tv_weight * tv)
                 weights += weight
     return total / weights
@@ -149,31 +154,42 @@ def train_once(
     embedding, head = target_tables()
     trainer.set_embedding(embedding)
     for slices in batches:
-        batch = MicroBatch.build(slices, options.unroll, drafter.config.window, multiple=multiple)
+        batch = MicroBatch.build(
+            slices,
+            options.unroll,
+            drafter.config.window,
+            stride=options.deep_stride,
+            multiple=multiple,
+        )
         trainer.micro_step(batch, head)
     metrics = trainer.optimizer_step()
     assert options.clip_norm > metrics.grad_norm
     return metrics, trainer._layout.named(trainer._gradient)
 
 
-def whole(sample: Sample) -> Slice:
-    return Slice(sample, sample.first_query, sample.num_queries)
+def whole(sample: Sample, phase: int = 0) -> Slice:
+    return Slice(sample, sample.first_query, sample.num_queries, phase)
 
 
 def options_fp64(**changes: float) -> TrainerOptions:
-    values = {"unroll": UNROLL, "temperature": 0.7, "tv_weight": 0.6, "clip_norm": 1e9} | changes
+    values = {"unroll": UNROLL, "deep_stride": 1, "temperature": 0.7, "tv_weight": 0.6}
+    values |= {"clip_norm": 1e9} | changes
     return TrainerOptions(compute_dtype=torch.float64, **values)
 
 
 SAMPLES = [make_sample(1, 3, 6), make_sample(2, 1, 2), make_sample(3, 9, 4), make_sample(4, 2, 1)]
 
 
-def test_unrolled_packed_training_equals_drafting_one_token_at_a_time() -> None:
-    options = options_fp64()
+@pytest.mark.parametrize(("stride", "phase"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+def test_unrolled_packed_training_equals_drafting_one_token_at_a_time(
+    stride: int, phase: int
+) -> None:
+    options = options_fp64(deep_stride=stride)
     served = ServedDrafter(make_drafter(), target_tables()[0])
-    expected = served_loss(served, SAMPLES, target_tables()[1], options)
+    expected = served_loss(served, SAMPLES, target_tables()[1], options, phase)
     expected.backward()
-    metrics, gradient = train_once(make_drafter(), [[whole(s) for s in SAMPLES]], options)
+    slices = [whole(sample, phase) for sample in SAMPLES]
+    metrics, gradient = train_once(make_drafter(), [slices], options)
     assert metrics.loss == pytest.approx(float(expected.detach()), rel=1e-12)
     for name, value in gradient.items():
         torch.testing.assert_close(value, served.p[name].grad, rtol=1e-9, atol=1e-12, msg=name)
@@ -181,7 +197,7 @@ def test_unrolled_packed_training_equals_drafting_one_token_at_a_time() -> None:
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_cutting_documents_into_slices_and_padding_them_changes_nothing(multiple: int) -> None:
-    options = options_fp64()
+    options = options_fp64(deep_stride=2)
     reference, expected = train_once(make_drafter(), [[whole(s) for s in SAMPLES]], options)
     pieces = [
         Slice(s, s.first_query + start, min(2, s.num_queries - start))
@@ -205,10 +221,11 @@ def test_a_document_does_not_see_its_neighbours() -> None:
     trainer._extend_rope(batch.longest + UNROLL)
     count = SAMPLES[0].num_queries
     with torch.no_grad():
-        packed = trainer._model.head_inputs(embedding, batch, trainer._rope)[:, :count]
+        packed = trainer._model.head_inputs(embedding, batch, trainer._rope)
         single = MicroBatch.build([whole(SAMPLES[0])], UNROLL, WINDOW)
         expected = trainer._model.head_inputs(embedding, single, trainer._rope)
-    torch.testing.assert_close(packed, expected, rtol=1e-12, atol=1e-13)
+    firsts = [part[:count] for part in packed.split(batch.step_rows)]
+    torch.testing.assert_close(torch.cat(firsts), expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 3, 6])
@@ -219,10 +236,10 @@ def test_loss_counts_exactly_the_response_tokens(prompt_len: int, response_len: 
         assert prompt_len + response_len < 3
         return
     batch = MicroBatch.build([whole(sample)], 2, WINDOW)
-    predicted = {}
-    for step in range(2):
-        columns = batch.student_rows[step][batch.valid[step]]
-        predicted[step] = (columns + sample.first_query + 2 + step).tolist()
+    predicted = [
+        (torch.arange(sample.num_queries)[valid] + sample.first_query + 2 + step).tolist()
+        for step, valid in enumerate(batch.valid.split(batch.step_rows))
+    ]
     response = list(range(prompt_len, prompt_len + response_len))
     first = max(prompt_len, 2)  # Nothing comes before pair 0, which predicts token 2.
     assert predicted[0] == [t for t in response if t >= first]
@@ -234,8 +251,10 @@ def test_teacher_of_a_prediction_is_the_state_one_token_before_it() -> None:
     batch = MicroBatch.build([Slice(sample, 2, 3)], 2, WINDOW)
     # Columns 2, 3, 4 predict tokens 4, 5, 6 and then 5, 6, 7 (the last).
     torch.testing.assert_close(batch.teacher_hidden, sample.hidden[3:7], rtol=0, atol=0)
-    assert batch.valid.tolist() == [[True, True, True, False], [False, True, True, True]]
-    assert batch.step_ids.tolist() == [sample.ids[3:6].tolist(), sample.ids[4:7].tolist()]
+    assert batch.teacher_rows.tolist() == [0, 1, 2, 1, 2, 3]
+    assert batch.valid.all()
+    assert batch.next_ids[:3].tolist() == sample.ids[3:6].tolist()
+    assert batch.deep_ids.tolist() == [sample.ids[4:7].tolist()]
 
 
 def test_the_serving_drafter_computes_what_training_computed() -> None:
@@ -247,7 +266,7 @@ def test_the_serving_drafter_computes_what_training_computed() -> None:
         trainer._extend_rope(batch.longest + UNROLL)
         with torch.no_grad():
             inputs = trainer._model.head_inputs(embedding, batch, trainer._rope)
-            trained = inputs @ trainer._model.head.T
+            trained = (inputs @ trainer._model.head.T).view(UNROLL, sample.num_queries, -1)
         for column in range(sample.num_queries - UNROLL + 1):
             pair = sample.first_query + column
             served = LearnedDrafter(

@@ -17,34 +17,40 @@ from ratoon.drafter.losses import (
     LossShape,
 )
 
-STEPS, ROWS_, WIDTH, VOCABULARY = 3, 11, 8, 29
+STEP_ROWS, TEACHERS, WIDTH, VOCABULARY = (11, 5, 5), 13, 8, 29
+COUNT = sum(STEP_ROWS)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def inputs(dtype: torch.dtype = torch.float64) -> Inputs:
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    weights = 0.8 ** torch.arange(STEPS, dtype=torch.float64)[:, None].repeat(1, ROWS_)
-    weights[1, 3] = weights[2, :2] = 0
+    weights = torch.repeat_interleave(torch.tensor([1.0, 1.6, 1.28]), torch.tensor(STEP_ROWS))
+    weights[[3, 12, 16, 20]] = 0
     return (
-        draw(STEPS, ROWS_, WIDTH),
+        draw(COUNT, WIDTH),
         draw(VOCABULARY, WIDTH),
-        draw(ROWS_, WIDTH),
+        draw(TEACHERS, WIDTH),
         draw(VOCABULARY, WIDTH),
-        weights,
+        torch.randint(0, TEACHERS, (COUNT,), generator=generator),
+        weights.double(),
     )
 
 
-def plain_loss(
-    student: Tensor, head: Tensor, hidden: Tensor, rows: Tensor, weights: Tensor, shape: LossShape
-) -> tuple[Tensor, Tensor, Tensor]:
-    p = (hidden @ rows.T / shape.temperature).softmax(-1)
+def plain_loss(values: Inputs, shape: LossShape) -> tuple[Tensor, Tensor, Tensor]:
+    student, head, hidden, teacher_head, rows, weights = values
+    p = (hidden[rows] @ teacher_head.T / shape.temperature).softmax(-1)
     q = (student @ head.T / shape.temperature).softmax(-1)
     kl = (p * (p.log() - q.log())).sum(-1)
     tv = (p - q).abs().sum(-1) / 2
     return (weights * (shape.kl_weight * kl + shape.tv_weight * tv)).sum(), kl, tv
+
+
+def by_step(values: Tensor) -> list[float]:
+    return [float(part.detach().sum()) for part in values.split(STEP_ROWS)]
 
 
 @pytest.mark.parametrize("kind", ["kl", "tv", "hybrid"])
@@ -53,37 +59,39 @@ def plain_loss(
 def test_fused_loss_and_gradient_equal_the_plain_formula(
     kind: LossKind, temperature: float, chunk_rows: int
 ) -> None:
-    student, head, hidden, rows, weights = inputs()
+    values = inputs()
+    student, head, hidden, teacher_head, rows, weights = values
     shape = LossShape.of(kind, 0.7, temperature)
     student.requires_grad_()
     head.requires_grad_()
-    expected, kl, tv = plain_loss(student, head, hidden, rows, weights, shape)
+    expected, kl, tv = plain_loss(values, shape)
     expected.backward()
     fused = HeadLoss(shape, chunk_rows)
-    fused(student.detach(), head.detach(), hidden, rows, weights)
-    loss, stats, gradient = fused(student.detach(), head.detach(), hidden, rows, weights)
-    assert torch.equal(fused.gradients(), gradient.flatten(0, 1).repeat(2, 1))
+    detached = tuple(value.detach() for value in values)
+    fused(*detached, STEP_ROWS)
+    loss, stats, gradient = fused(*detached, STEP_ROWS)
+    assert torch.equal(fused.gradients(), gradient.repeat(2, 1))
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(gradient @ head.detach(), student.grad, rtol=1e-9, atol=1e-13)
-    head_gradient = gradient.flatten(0, 1).T @ student.detach().flatten(0, 1)
+    head_gradient = gradient.T @ student.detach()
     torch.testing.assert_close(head_gradient, head.grad, rtol=1e-9, atol=1e-13)
     counted = weights > 0
-    torch.testing.assert_close(stats[:, ROWS], counted.sum(-1).double())
-    torch.testing.assert_close(stats[:, KL], (counted * kl).sum(-1).detach())
-    torch.testing.assert_close(stats[:, TV], (counted * tv).sum(-1).detach())
-    agree = (student @ head.T).argmax(-1) == (hidden @ rows.T).argmax(-1)
-    seen = counted.clone()
-    seen[:, chunk_rows:] = False
-    assert stats[:, TOP1_ROWS].tolist() == seen.sum(-1).tolist()
-    assert stats[:, TOP1_AGREED].tolist() == (agree & seen).sum(-1).tolist()
+    assert stats[:, ROWS].tolist() == by_step(counted)
+    assert stats[:, KL].tolist() == pytest.approx(by_step(counted * kl), rel=1e-9)
+    assert stats[:, TV].tolist() == pytest.approx(by_step(counted * tv), rel=1e-9)
+    agree = (student @ head.T).argmax(-1) == (hidden @ teacher_head.T).argmax(-1)[rows]
+    seen = torch.cat([part[:chunk_rows] for part in counted.split(STEP_ROWS)])
+    agreed = torch.cat([part[:chunk_rows] for part in (agree & counted).split(STEP_ROWS)])
+    assert int(stats[:, TOP1_ROWS].sum()) == int(seen.sum())
+    assert int(stats[:, TOP1_AGREED].sum()) == int(agreed.sum())
 
 
 def test_bfloat16_gradient_is_as_close_as_its_rounding_allows() -> None:
     exact = inputs()
     rounded = inputs(torch.bfloat16)
     shape = LossShape.of("hybrid", 1.0, 1.0)
-    loss, _, gradient = HeadLoss(shape)(*exact)
-    loss16, _, gradient16 = HeadLoss(shape)(*rounded)
+    loss, _, gradient = HeadLoss(shape)(*exact, STEP_ROWS)
+    loss16, _, gradient16 = HeadLoss(shape)(*rounded, STEP_ROWS)
     assert gradient16.dtype == torch.bfloat16
     torch.testing.assert_close(loss16.double(), loss, rtol=2e-2, atol=0)
     # Where p and q nearly meet, rounding turns the sign that tv's gradient follows.
@@ -91,21 +99,20 @@ def test_bfloat16_gradient_is_as_close_as_its_rounding_allows() -> None:
 
 
 def test_a_drafter_equal_to_its_teacher_has_no_loss_and_no_gradient() -> None:
-    _, head, hidden, _, _ = inputs()
-    student, weights = hidden[None], torch.ones(1, ROWS_, dtype=torch.float64)
-    shape = LossShape.of("hybrid", 1.0, 1.0)
-    loss, stats, gradient = HeadLoss(shape, ROWS_)(student, head, hidden, head, weights)
+    _, head, hidden, _, _, _ = inputs()
+    rows, weights = torch.arange(TEACHERS), torch.ones(TEACHERS)
+    fused = HeadLoss(LossShape.of("hybrid", 1.0, 1.0), TEACHERS)
+    loss, stats, gradient = fused(hidden, head, hidden, head, rows, weights, [TEACHERS])
     assert float(loss) == pytest.approx(0, abs=1e-12)
     assert float(gradient.abs().max()) < 1e-12
-    assert stats[0, TOP1_AGREED] == stats[0, TOP1_ROWS] == ROWS_
+    assert stats[0, TOP1_AGREED] == stats[0, TOP1_ROWS] == TEACHERS
 
 
 def test_distributions_without_common_support_have_tv_one_and_finite_gradient() -> None:
-    hidden = torch.tensor([[200.0, -200.0]])
-    head = torch.eye(2)
-    shape = LossShape.of("hybrid", 1.0, 1.0)
-    weights = torch.ones(1, 1)
-    loss, stats, gradient = HeadLoss(shape)(-hidden[None], head, hidden, head, weights)
+    hidden, head = torch.tensor([[200.0, -200.0]]), torch.eye(2)
+    fused = HeadLoss(LossShape.of("hybrid", 1.0, 1.0))
+    row, weight = torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    loss, stats, gradient = fused(-hidden, head, hidden, head, row, weight, [1])
     assert float(stats[0, TV]) == pytest.approx(1)
     assert float(stats[0, KL]) == pytest.approx(400)
     assert bool(loss.isfinite())
@@ -113,8 +120,6 @@ def test_distributions_without_common_support_have_tv_one_and_finite_gradient() 
 
 
 def test_rows_without_weight_give_no_gradient() -> None:
-    student, head, hidden, rows, weights = inputs()
-    loss = HeadLoss(LossShape.of("hybrid", 1.0, 1.0))
-    _, _, gradient = loss(student, head, hidden, rows, weights)
-    zero = gradient.abs().sum(-1) == 0
-    assert torch.equal(zero, weights == 0)
+    values = inputs()
+    _, _, gradient = HeadLoss(LossShape.of("hybrid", 1.0, 1.0))(*values, STEP_ROWS)
+    assert torch.equal(gradient.abs().sum(-1) == 0, values[-1] == 0)

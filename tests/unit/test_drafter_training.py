@@ -49,6 +49,8 @@ OPTIONS = TrainerOptions(
     warmup_steps=5,
     micro_tokens=40,
     batch_tokens=80,
+    unroll=2,
+    deep_stride=1,
     compute_dtype=torch.float32,
 )
 
@@ -114,10 +116,15 @@ def held_out_acceptance(toy: Toy, trainer: DrafterTrainer) -> Tensor:
     return 1 - totals[:, TV] / totals[:, ROWS]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_acceptance_rises_on_a_learnable_target_at_every_depth(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "stride"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 2)]
+)
+def test_acceptance_rises_on_a_learnable_target_at_every_depth(
+    dtype: torch.dtype, stride: int
+) -> None:
     toy = Toy()
-    trainer = toy.trainer(replace(OPTIONS, compute_dtype=dtype, learning_rate=1e-2))
+    options = replace(OPTIONS, compute_dtype=dtype, learning_rate=1e-2, deep_stride=stride)
+    trainer = toy.trainer(options)
     before = held_out_acceptance(toy, trainer)
     steps_of(trainer, toy.buffer(), 80)
     after = held_out_acceptance(toy, trainer)

@@ -45,10 +45,10 @@ NUM_SAMPLES = 64
 def run(rounds: int = 9, *, steps_per_round: int = 4, seed: int = 0) -> dict[str, Any]:
     """Time `rounds` interleaved rounds of each arm; JSON values.
 
-    Arms: one unroll step, two unroll steps (the default of training), and the plain
-    implementation with one. `tokens_per_s` of each has a bootstrap interval of the median, as has
-    `speedup`, one unroll step over plain in the same round. `pieces_ms` are the times between two
-    questions whether to stop, with two unroll steps: stopping waits for at most one of them.
+    Arms: one unroll step, training's default, and the plain implementation with one unroll step.
+    `tokens_per_s` of each has a bootstrap interval of the median, as has `speedup`, one unroll step
+    over plain in the same round. `pieces_ms` are the default's times between two questions whether
+    to stop: stopping waits for at most one of them.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -65,10 +65,10 @@ def _run(rounds: int, steps_per_round: int, seed: int) -> dict[str, Any]:
     pieces: list[float] = []
     arms: dict[str, Callable[[], float]] = {
         "unroll_1": _spot_arm(drafter, embedding, head, replace(options, unroll=1), [], seed),
-        "unroll_2": _spot_arm(drafter, embedding, head, replace(options, unroll=2), pieces, seed),
+        "default": _spot_arm(drafter, embedding, head, options, pieces, seed),
         "plain": _plain_arm(drafter, embedding, head, options, seed),
     }
-    steps = {"unroll_1": steps_per_round, "unroll_2": steps_per_round, "plain": 1}
+    steps = {"unroll_1": steps_per_round, "default": steps_per_round, "plain": 1}
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 1):
         for name, arm in arms.items():
@@ -91,6 +91,8 @@ def _run(rounds: int, steps_per_round: int, seed: int) -> dict[str, Any]:
             "window": WINDOW,
             "batch_tokens": options.batch_tokens,
             "micro_tokens": options.micro_tokens,
+            "default_unroll": options.unroll,
+            "default_deep_stride": options.deep_stride,
             "compute_dtype": str(options.compute_dtype),
             "threads": 1,
             "compiler": False,

@@ -58,11 +58,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """Pairs `first` to `first + count - 1` of a sample, to be trained on."""
+    """Pairs `first` to `first + count - 1` of a sample, to be trained on.
+
+    `phase` counts the passes through the sample before this one: what is done for a share of the
+    pairs only can take turns.
+    """
 
     sample: Sample
     first: int
     count: int
+    phase: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +82,7 @@ class _Entry:
         """Draw the next slice of at most `room` queries; what is left is cut into equal slices."""
         left = self.sample.num_queries - self.drawn
         count = min(room, -(-left // -(-left // longest)))
-        piece = Slice(self.sample, self.sample.first_query + self.drawn, count)
+        piece = Slice(self.sample, self.sample.first_query + self.drawn, count, self.passes)
         self.drawn += count
         if count == left:
             self.passes += 1

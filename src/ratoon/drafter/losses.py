@@ -10,12 +10,13 @@ draft logits / T, with T the temperature of the rollouts. Two distances, and the
 The gradient with respect to the logits is written over the logits, chunk by chunk, while the chunk
 is in cache; float32 rows of the vocabulary exist for one chunk only.
 
-Shape letters: K unroll steps, U teacher rows, D width, Vd draft vocabulary.
+Shape letters: R rows, K unroll steps, U teacher rows, D width, Vd draft vocabulary.
 Source: KL/TV hybrid after LK losses (arXiv 2602.23881); the fusion is ours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -61,31 +62,44 @@ class HeadLoss:
         head: Tensor,
         teacher_hidden: Tensor,
         teacher_head: Tensor,
+        teacher_rows: Tensor,
         weights: Tensor,
+        step_rows: Sequence[int],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted sum of the loss over unroll steps and rows, and its gradient by the logits.
+        """Weighted sum of the loss over rows, and its gradient by the logits.
 
-        Shapes: student `[K, U, D]` (inputs of the draft head), head `[Vd, D]`, teacher_hidden
-        `[U, Dt]`, teacher_head `[Vd, Dt]` (the target's head rows of the draft vocabulary),
-        weights `[K, U]`, 0 for rows without a student. Returns the loss (scalar), statistics
-        `[K, 5]` and the gradient `[K, U, Vd]` in the dtype of `student`, valid until `clear`. The
-        statistics cover the rows with weight: their number, the sums of kl and tv, and for the
-        first chunk of rows alone (an argmax costs as much as the rest) their number and how many
-        top-1 agree.
+        Shapes: student `[R, D]` (inputs of the draft head, first those of unroll step 0, then of
+        step 1, ...: `step_rows` of each), head `[Vd, D]`, teacher_hidden `[U, Dt]`, teacher_head
+        `[Vd, Dt]` (the target's head rows of the draft vocabulary), teacher_rows `[R]` index U,
+        weights `[R]`, 0 for rows that do not count. Returns the loss (scalar), statistics `[K, 5]`
+        and the gradient `[R, Vd]` in the dtype of `student`, valid until `clear`. The statistics
+        cover the rows with weight: their number, the sums of kl and tv, and for the first chunk of
+        each step alone (an argmax costs as much as the rest) their number and how many top-1 agree.
 
         Cost: two products over the draft vocabulary; no host-device sync.
         """
-        on_cpu = student.device.type == "cpu"
-        chunk_rows = self._chunk_rows or (16 if on_cpu else 1024)
-        steps, rows, width = student.shape
         self._teacher.clear()
-        teacher = self._teacher.take(rows, head)
+        teacher = self._teacher.take(len(teacher_hidden), head)
         torch.mm(teacher_hidden, teacher_head.t(), out=teacher)
-        logits = self._gradients.take(steps * rows, head)
-        torch.mm(student.reshape(-1, width), head.t(), out=logits)
-        logits = logits.view(steps, rows, -1)
-        loss, stats = _loss_into_gradient(logits, teacher, weights, self.shape, chunk_rows)
-        return loss, stats, logits
+        logits = self._gradients.take(len(student), head)
+        torch.mm(student, head.t(), out=logits)
+        chunk_rows = self._chunk_rows or (16 if student.device.type == "cpu" else 1024)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        work = _Work(self.shape, teacher, min(chunk_rows, len(student)), wide)
+        weights = weights.to(wide)
+        loss = weights.new_zeros(())
+        stats, start = [], 0
+        for rows in step_rows:
+            part = slice(start, start + rows)
+            distances, agreed = work.run(logits[part], teacher_rows[part], weights[part])
+            kl, tv = distances.unbind(-1)
+            counted = (weights[part] > 0).to(wide)
+            loss += (weights[part] * (self.shape.kl_weight * kl + self.shape.tv_weight * tv)).sum()
+            seen = counted[: len(agreed)]
+            columns = (counted, counted * kl, counted * tv, seen, seen * agreed)
+            stats.append(torch.stack([column.sum() for column in columns]))
+            start += rows
+        return loss, torch.stack(stats), logits
 
     def gradients(self) -> Tensor:
         """The gradients of all calls since `clear`, end to end, `[R, Vd]`."""
@@ -121,38 +135,39 @@ class _Rows:
         self._used = 0
 
 
-def _loss_into_gradient(
-    logits: Tensor, teacher: Tensor, weights: Tensor, shape: LossShape, chunk_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Replace `logits [K, U, Vd]` by their gradient; return the loss and the statistics."""
-    steps, rows, vocabulary = logits.shape
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    distances = torch.zeros(steps, rows, 2, dtype=wide, device=logits.device)
-    agreed = torch.zeros(steps, rows, dtype=torch.bool, device=logits.device)
-    scratch = torch.empty(5, min(chunk_rows, rows), vocabulary, dtype=wide, device=logits.device)
-    scale = (weights / shape.temperature).to(wide)[..., None]
-    for start in range(0, rows, chunk_rows):
-        part = slice(start, start + chunk_rows)
-        target, p, z, q, spare = scratch[:, : min(chunk_rows, rows - start)]
-        _load(teacher[part], shape.temperature, target, p)
-        target_lse = _log_normaliser(target, p)
-        best = target.argmax(-1) if start == 0 else None
-        for step in range(steps):
-            _load(logits[step, part], shape.temperature, z, q)
-            if best is not None:
-                agreed[step, part] = z.argmax(-1) == best
-            lse = _log_normaliser(z, q) - target_lse
+class _Work:
+    """Scratch for one chunk of rows, `[5, chunk, Vd]`, and what all chunks share."""
+
+    def __init__(
+        self, shape: LossShape, teacher: Tensor, chunk_rows: int, wide: torch.dtype
+    ) -> None:
+        self._shape = shape
+        self._teacher = teacher
+        self._chunk_rows = chunk_rows
+        self._scratch = teacher.new_empty((5, chunk_rows, teacher.shape[1]), dtype=wide)
+
+    def run(self, logits: Tensor, teacher_rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace `logits [R, Vd]` by their gradient.
+
+        Returns kl and tv of each row `[R, 2]` and whether top-1 agrees for the first chunk.
+        """
+        shape, chunk_rows = self._shape, self._chunk_rows
+        scale = (weights / shape.temperature)[:, None]
+        distances = weights.new_zeros(len(logits), 2)
+        agreed = weights.new_zeros(0, dtype=torch.bool)
+        for start in range(0, len(logits), chunk_rows):
+            part = slice(start, start + chunk_rows)
+            target, p, z, q, spare = self._scratch[:, : len(logits[part])]
+            _load(self._teacher[teacher_rows[part]], shape.temperature, target, p)
+            _load(logits[part], shape.temperature, z, q)
+            if start == 0:
+                agreed = z.argmax(-1) == target.argmax(-1)
+            log_normalisers = _log_normaliser(z, q) - _log_normaliser(target, p)
             torch.sub(target, z, out=z)
-            distances[step, part, 0] = torch.mul(p, z, out=z).sum(-1) + lse
-            distances[step, part, 1] = _gradient_into(z, p, q, spare, shape)
-            torch.mul(z, scale[step, part], out=logits[step, part])
-    counted = (weights > 0).to(wide)
-    kl, tv = distances.unbind(-1)
-    loss = (weights.to(wide) * (shape.kl_weight * kl + shape.tv_weight * tv)).sum()
-    seen = counted.clone()
-    seen[:, chunk_rows:] = 0
-    columns = (counted, counted * kl, counted * tv, seen, seen * agreed)
-    return loss, torch.stack([column.sum(-1) for column in columns], dim=-1)
+            distances[part, 0] = torch.mul(p, z, out=z).sum(-1) + log_normalisers
+            distances[part, 1] = _gradient_into(z, p, q, spare, shape)
+            torch.mul(z, scale[part], out=logits[part])
+        return distances, agreed
 
 
 def _load(logits: Tensor, temperature: float, scores: Tensor, probabilities: Tensor) -> None:

@@ -86,6 +86,11 @@ class SpotTrainer:
         self._published_step = self.trainer.step
         self._publish(weights, self.version, weights_checksum(weights))
 
+    def adopt(self, version: int) -> None:
+        """Go on from what somebody else trained and published as `version`."""
+        self.version = version
+        self._published_step = self.trainer.step
+
     def start(self, should_stop: Callable[[], bool]) -> SpotSession:
         """Begin a session; `should_stop` is asked before each piece of work."""
         return SpotSession(self, should_stop)
@@ -161,7 +166,9 @@ class SpotSession:
         )
         if not slices:
             return False
-        batch = MicroBatch.build(slices, options.unroll, window, multiple=ROW_MULTIPLE)
+        batch = MicroBatch.build(
+            slices, options.unroll, window, stride=options.deep_stride, multiple=ROW_MULTIPLE
+        )
         version = slices[0].sample.policy_version
         trainer.micro_step(batch, self._spot.buffer.head_rows(version))
         self._micro_steps += 1

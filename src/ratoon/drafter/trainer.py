@@ -44,8 +44,10 @@ class TrainerOptions:
     """How the drafter is trained.
 
     `micro_tokens` bounds the rows of a micro-step and with them its time; about `batch_tokens` of
-    them make one optimizer step. Step i of the `unroll` steps weighs `step_decay**i`. `temperature`
-    is the rollouts'. The learning rate rises over `warmup_steps` and then stays.
+    them make one optimizer step. Step i of the `unroll` steps weighs `step_decay**i`; beyond step 0
+    only every `deep_stride`-th column goes on, with a weight to match. Unroll as deep as drafts go:
+    one step beyond, acceptance falls to nearly nothing. `temperature` is the rollouts'. The
+    learning rate rises over `warmup_steps` and then stays.
     """
 
     learning_rate: float = 5e-4
@@ -53,8 +55,9 @@ class TrainerOptions:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip_norm: float = 1.0
-    unroll: int = 2
+    unroll: int = 4
     step_decay: float = 0.8
+    deep_stride: int = 2
     loss: LossKind = "hybrid"
     tv_weight: float = 1.0
     temperature: float = 1.0
@@ -69,6 +72,7 @@ class TrainerOptions:
             "clip_norm": self.clip_norm,
             "unroll": self.unroll,
             "step_decay": self.step_decay,
+            "deep_stride": self.deep_stride,
             "temperature": self.temperature,
             "micro_tokens": self.micro_tokens,
             "batch_tokens": self.batch_tokens,
@@ -164,10 +168,11 @@ class DrafterTrainer:
         """
         student = self._student(batch)
         loss, stats, gradient = self._apply(self._head_loss, student.detach(), batch, teacher_head)
-        self._head_inputs.append(student.detach().flatten(0, 1))
-        student.backward((gradient.flatten(0, 1) @ self._model.head).view_as(student))
+        self._head_inputs.append(student.detach())
+        student.backward(gradient @ self._model.head)
         self._stats += stats
         self._loss += loss
+        self._weight += batch.row_weights(self._decay).sum()
         self._pending_tokens += batch.num_queries
 
     def optimizer_step(self) -> StepMetrics:
@@ -178,7 +183,7 @@ class DrafterTrainer:
         """
         options, stats = self.options, self._stats.cpu()
         self._write_gradient()
-        normaliser = float((stats[:, ROWS] * self._decay.cpu()).sum())
+        normaliser = float(self._weight)
         norm = float(torch.linalg.vector_norm(self._gradient)) / normaliser
         if not math.isfinite(norm):
             raise NumericsError(
@@ -193,13 +198,13 @@ class DrafterTrainer:
         self._refresh_compute()
         self.step += 1
         self.tokens += self._pending_tokens
-        rows, seen = stats[:, ROWS], stats[:, TOP1_ROWS]
+        rows, seen = stats[:, ROWS].clamp(min=1), stats[:, TOP1_ROWS].clamp(min=1)
         metrics = StepMetrics(
             step=self.step,
             tokens=self._pending_tokens,
             loss=float(self._loss) / normaliser,
             kl=tuple((stats[:, KL] / rows).tolist()),
-            acceptance=tuple((1 - stats[:, TV] / rows).tolist()),
+            acceptance=tuple(((stats[:, ROWS] - stats[:, TV]) / rows).tolist()),
             top1=tuple((stats[:, TOP1_AGREED] / seen).tolist()),
             grad_norm=norm,
             learning_rate=rate,
@@ -216,6 +221,7 @@ class DrafterTrainer:
         self._pending_tokens = 0
         self._stats = torch.zeros(self.options.unroll, 5, dtype=torch.float64, device=device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._weight = torch.zeros((), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch, teacher_head: Tensor) -> Tensor:
@@ -257,15 +263,11 @@ class DrafterTrainer:
         self.discard()
 
     def _student(self, batch: MicroBatch) -> Tensor:
-        """Head inputs `[K, U, D]`, one row per teacher row."""
+        """Head inputs `[R, D]` of a batch."""
         if self._embedding is None:
             raise ConfigError("The drafter's trainer has no embedding; call set_embedding first.")
         self._extend_rope(batch.longest + self.options.unroll)
-        outputs = self._model.head_inputs(self._embedding, batch, self._rope)
-        steps, queries, width = outputs.shape
-        offsets = torch.arange(steps, device=outputs.device)[:, None] * queries
-        rows = (batch.student_rows + offsets).flatten()
-        return outputs.view(-1, width).index_select(0, rows).view(steps, -1, width)
+        return self._model.head_inputs(self._embedding, batch, self._rope)
 
     def _apply(
         self, loss: HeadLoss, student: Tensor, batch: MicroBatch, teacher_head: Tensor
@@ -276,7 +278,9 @@ class DrafterTrainer:
             self._model.head,
             batch.teacher_hidden.to(dtype),
             teacher_head.detach().to(dtype),
-            self._decay[:, None] * batch.valid,
+            batch.teacher_rows,
+            batch.row_weights(self._decay),
+            batch.step_rows,
         )
 
     def _write_gradient(self) -> None:

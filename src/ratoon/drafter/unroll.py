@@ -40,31 +40,34 @@ class TrainedDrafter:
         self.input_norm, self.hidden_norm, self.post_norm, self.norm = self._norms
 
     def head_inputs(self, embedding: Tensor, batch: MicroBatch, rope: Tensor) -> Tensor:
-        """What the draft head reads at each unroll step, `[K, Q, D]`.
+        """What the draft head reads, `[R, D]`: all columns at step 0, then the deep ones.
 
         `embedding [V, D]` is the target's, in the dtype of the weights; `rope [2, P, E]` must
         reach the last position plus the number of unroll steps.
         """
-        queries = batch.step_ids.shape[1]
+        queries = batch.step_rows[0]
         hidden = self.fc(batch.features.to(self.fc.weight.dtype))
         query, key, value = self._project(
             _embed(embedding, batch.next_ids), hidden, _at(rope, batch.positions)
         )
-        hidden, query = hidden[:queries], query[:queries]
-        positions = batch.positions[:queries]
         mask = batch.attention_mask(self.config.window)
-        own = torch.eye(queries, dtype=torch.bool, device=mask.device)
-        outputs = []
-        for step, ids in enumerate(batch.step_ids):
-            if step:
-                query, own_key, own_value = self._project(
-                    _embed(embedding, ids), hidden, _at(rope, positions + step)
-                )
-                key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
-                mask = torch.cat([mask, own], dim=1)
+        hidden = self._finish(attend(query[:queries], key, value, mask), hidden[:queries])
+        outputs = [hidden]
+        deep_ids = batch.deep_ids if len(batch.deep_columns) else batch.deep_ids[:0]
+        if len(deep_ids):
+            hidden = hidden.index_select(0, batch.deep_columns)
+            mask = mask[batch.deep_columns]
+            positions = batch.positions[batch.deep_columns]
+            own = torch.eye(len(positions), dtype=torch.bool, device=mask.device)
+        for step, ids in enumerate(deep_ids, start=1):
+            query, own_key, own_value = self._project(
+                _embed(embedding, ids), hidden, _at(rope, positions + step)
+            )
+            key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
+            mask = torch.cat([mask, own], dim=1)
             hidden = self._finish(attend(query, key, value, mask), hidden)
-            outputs.append(rms_norm(hidden, self.norm, self.config.rms_norm_eps))
-        return torch.stack(outputs)
+            outputs.append(hidden)
+        return rms_norm(torch.cat(outputs), self.norm, self.config.rms_norm_eps)
 
     @torch.no_grad()
     def write_gradients(self, out: DrafterWeights) -> None:
