@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from ratoon.errors import RatoonError, RewardError
+from ratoon.processes import end_with_parent, hold_interrupts
 from ratoon.records import Prompt
 from ratoon.rl.rewards.base import RewardSum
 
@@ -58,7 +59,8 @@ class RewardWorker:
         self._process = context.Process(
             target=_serve, args=(theirs, rewards, timeout_s), name="ratoon-reward", daemon=True
         )
-        self._process.start()
+        with hold_interrupts():
+            self._process.start()
         theirs.close()  # So that the pipe ends when the worker does.
 
     @property
@@ -127,7 +129,8 @@ class RewardWorker:
 def _serve(connection: Connection, rewards: RewardSum, timeout_s: float) -> None:
     """Body of the worker process."""
     if hasattr(os, "setsid"):
-        os.setsid()  # Its own group: killed with its children, and not by the terminal's Ctrl-C.
+        os.setsid()  # Its own group: killed with its children.
+        end_with_parent(lambda: os.killpg(0, signal.SIGKILL))
     try:
         rewards.load()
     except RatoonError as error:
