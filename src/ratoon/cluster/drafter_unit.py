@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ratoon.cluster.exchange import NUM_SLOTS, DrafterExchange
+from ratoon.cluster.exchange import DrafterExchange
 from ratoon.cluster.messages import DrafterPublished, SpotResult, TakeDrafter
 from ratoon.cluster.spec import DraftingSpec
 from ratoon.drafter.checkpoint import (
@@ -21,6 +21,7 @@ from ratoon.drafter.data_buffer import DataBuffer, Sample
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.spot_trainer import SpotSession, SpotTrainer
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
+from ratoon.errors import StaleVersionError
 from ratoon.models.decoder import Decoder
 from ratoon.rollout.native.engine import Finished
 
@@ -93,7 +94,7 @@ class DrafterUnit:
     def start(self, version: int) -> None:
         """Begin a session; `version` is the newest publication of any worker."""
         self.exchange.load_training(self.trainer)
-        self._spot.version = version
+        self._spot.adopt(version)
         self._session = self._spot.start(lambda: False)
 
     def run_once(self) -> bool:
@@ -122,10 +123,21 @@ class DrafterUnit:
         )
 
     def take(self, message: TakeDrafter) -> None:
-        """Make published weights the served ones."""
+        """Make published weights the served ones.
+
+        Weights that a newer publication has replaced meanwhile are passed over: its message
+        follows.
+
+        Raises: StaleVersionError if they are not what was announced.
+        """
         if message.version == self._served_version:
             return
-        apply_weights(self.served, self.exchange.read(message.slot), message.checksum)
+        try:
+            apply_weights(self.served, self.exchange.read(message.slot), message.checksum)
+        except StaleVersionError:
+            if self.exchange.version(message.slot) > message.version:
+                return
+            raise
         self._served_version = message.version
         self._spot.version = max(self._spot.version, message.version)
 
@@ -135,8 +147,7 @@ class DrafterUnit:
         save_checkpoint(folder, self.trainer, self.version)
 
     def _publish(self, weights: dict[str, Tensor], version: int, checksum: str) -> None:
-        slot = version % NUM_SLOTS
-        self.exchange.publish(slot, weights)
+        slot = self.exchange.publish(version, weights)
         self._send(DrafterPublished(version, checksum, slot))
 
 

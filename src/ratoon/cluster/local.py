@@ -11,12 +11,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ratoon.cluster import worker
+from ratoon.cluster.failures import raise_cause
 from ratoon.cluster.messages import Call, Failed, Returned, Shutdown
 from ratoon.cluster.spec import WorkerSpec
-from ratoon.errors import RatoonError, WorkerLostError
+from ratoon.errors import CapabilityError
+from ratoon.processes import hold_interrupts
 
 SHUTDOWN_S = 5.0
 # Huge pages for the weights of the workers: a fifth faster decoding where the system allows it.
@@ -46,10 +48,14 @@ class LocalWorkers:
                     name=f"worker {spec.index}",
                     daemon=True,
                 )
-                process.start()
+                with hold_interrupts():
+                    process.start()
+                    self._connections.append(ours)
+                    self._processes.append(process)
                 theirs.close()
-                self._connections.append(ours)
-                self._processes.append(process)
+        except BaseException:
+            self._kill()
+            raise
         finally:
             _restore(saved)
         self.descriptions: list[dict[str, Any]] = []
@@ -66,7 +72,7 @@ class LocalWorkers:
         try:
             self._connections[index].send(message)
         except (BrokenPipeError, ConnectionResetError):
-            self._fail(index)
+            self._fail(index, None)
 
     def call(self, index: int, method: str, **arguments: Any) -> Any:
         """Call a method of one worker and wait for the answer; it must not be busy."""
@@ -90,7 +96,7 @@ class LocalWorkers:
             if connection in ready:
                 messages.append((index, self._receive(index)))
             elif self._processes[index].sentinel in ready:
-                self._fail(index)
+                self._fail(index, None)
         return messages
 
     def close(self) -> None:
@@ -120,9 +126,12 @@ class LocalWorkers:
     ) -> None:
         if error is not None:
             # Whoever waits for a lost colleague would not hear a polite request.
-            for process in self._processes:
-                process.kill()
+            self._kill()
         self.close()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     def _answers(self, method: str) -> list[Any]:
         """One answer of each worker, in any order: a failure is raised as soon as it is known."""
@@ -139,32 +148,28 @@ class LocalWorkers:
         try:
             message = self._connections[index].recv()
         except (EOFError, ConnectionResetError):
-            self._fail(index)
+            self._fail(index, None)
         if isinstance(message, Failed):
-            self._raise(index, message)
+            self._fail(index, message)
         return message
 
-    def _raise(self, index: int, message: Failed) -> None:
-        error = message.error
-        error.add_note(f"in worker {index}:\n{message.traceback}")
-        if isinstance(error, RatoonError):
-            raise error
-        raise WorkerLostError(f"worker {index} failed: {type(error).__name__}: {error}") from error
-
-    def _fail(self, index: int) -> None:
-        process = self._processes[index]
-        process.join(1.0)
-        raise WorkerLostError(
-            f"worker {index} (process {process.pid}) ended with exit code {process.exitcode} "
-            "without a word; a negative code is the signal that killed it, and -9 often means "
-            "that memory ran out: lower rollout.max_batch or workers.count"
-        )
+    def _fail(self, index: int, message: Failed | None) -> NoReturn:
+        raise_cause(index, message, self._connections, self._processes)
 
 
-def shared_folder() -> Path:
-    """A private folder for the workers, in memory where the system has such a place."""
-    memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="ratoon-", dir=memory if memory.is_dir() else None))
+def shared_folder(needed_bytes: int = 0) -> Path:
+    """A private folder for the workers, in memory where the system has room for it there.
+
+    Raises: CapabilityError if there is none on the disk for temporary files either.
+    """
+    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        usable = place.is_dir() and os.access(place, os.W_OK)
+        if usable and shutil.disk_usage(place).free >= needed_bytes:
+            return Path(tempfile.mkdtemp(prefix="ratoon-", dir=place))
+    raise CapabilityError(
+        f"the workers share {needed_bytes / 1e6:,.0f} MB, for which neither /dev/shm nor "
+        f"{tempfile.gettempdir()} has room; free some, or set TMPDIR to a folder on another disk"
+    )
 
 
 def remove_folder(folder: Path) -> None:

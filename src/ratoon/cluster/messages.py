@@ -85,10 +85,11 @@ class SpotResult:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker ends: the exception, and its traceback as text."""
+    """The worker ends: the exception, its traceback as text, and when, on the monotonic clock."""
 
     error: BaseException
     traceback: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from ratoon.cluster.rollout_unit import DTYPES
 from ratoon.cluster.spec import TrainingSpec, WorkerSpec
 from ratoon.models.decoder import Decoder
 from ratoon.training.checkpoint import load_trainer, save_trainer
-from ratoon.training.core import Example, TrainerCore
+from ratoon.training.core import TrainerCore
 from ratoon.training.data_parallel import DataParallel
 from ratoon.training.optimizer import OptimizerSettings
 from ratoon.training.policy_trainer import PolicyLossSettings, PolicyTrainer
-from ratoon.training.samples import Sample
+from ratoon.training.samples import Example, Sample
 from ratoon.training.sft import SFTTrainer
 
 

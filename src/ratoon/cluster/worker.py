@@ -6,7 +6,9 @@ pipe; a call is answered before work goes on.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from ratoon.cluster.drafter_unit import DrafterUnit, new_trainer, restored_trainer
+from ratoon.cluster.failures import portable
 from ratoon.cluster.messages import (
     Call,
     Failed,
@@ -34,6 +37,7 @@ from ratoon.cluster.training_unit import TrainingUnit
 from ratoon.drafter.model import DrafterConfig
 from ratoon.drafter.trainer import DrafterTrainer
 from ratoon.models.hf_io import load_decoder, save_decoder
+from ratoon.processes import end_with_parent
 from ratoon.rollout.native.engine import EngineStats
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -62,7 +66,10 @@ class Worker:
         """Serve until told to shut down, or the driver is gone."""
         while True:
             while not self._has_work() or self._connection.poll(0):
-                message = self._connection.recv()
+                try:
+                    message = self._connection.recv()
+                except EOFError:
+                    return
                 if isinstance(message, Shutdown):
                     return
                 self._handle(message)
@@ -275,6 +282,7 @@ class Worker:
 
 def main(spec: WorkerSpec, connection: Connection) -> None:
     """Entry point of the process: ends with a `Failed` message if anything is raised."""
+    end_with_parent(lambda: shutil.rmtree(spec.folder, ignore_errors=True))
     try:
         torch.set_num_threads(spec.threads)
         if spec.count > 1:
@@ -288,11 +296,11 @@ def main(spec: WorkerSpec, connection: Connection) -> None:
         worker = Worker(spec, connection)
         connection.send(Returned("start", worker.describe()))
         worker.run()
-    except EOFError:
-        # The driver is gone, and with it whoever could be told.
-        return
     except BaseException as error:  # noqa: BLE001 - the edge of the process: everything is reported
-        connection.send(Failed(error, traceback.format_exc()))
+        failed = Failed(portable(error), traceback.format_exc(), time.monotonic())
+        # Without a driver there is nobody to tell, and `end_with_parent` ends this process.
+        with contextlib.suppress(OSError):
+            connection.send(failed)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -232,9 +232,9 @@ class Eagle3Drafter(nn.Module):
         self.midlayer = _MidLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        # The first ids, until `set_vocabulary` says better. No values are read: works on "meta".
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.set_vocabulary(torch.arange(config.draft_vocab_size))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     @property
     def draft_ids(self) -> Tensor:
