@@ -11,6 +11,9 @@ from ratoon.loop.order import make_groups
 from ratoon.loop.rl_step import RunContext
 from ratoon.loop.rollout import Rollout, RolloutResult
 from ratoon.loop.scoring import Scorer
+from ratoon.observe.completions import completions_path
+from ratoon.observe.files import read_lines
+from ratoon.observe.run_folder import RunFolder
 from ratoon.records import Stream
 
 
@@ -21,21 +24,32 @@ class EvalResult:
     rewards: tuple[float, ...]
     rollout: RolloutResult
 
-    @property
-    def mean(self) -> float:
-        """Mean over prompts."""
-        return statistics.fmean(self.rewards)
-
 
 def standard_error(values: Sequence[float]) -> float:
     """Standard error of the mean; 0 for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def paired_difference(before: EvalResult, after: EvalResult) -> tuple[float, float]:
+def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
     """Mean and standard error of after - before over prompts."""
-    gains = [b - a for a, b in zip(before.rewards, after.rewards, strict=True)]
+    gains = [b - a for a, b in zip(before, after, strict=True)]
     return statistics.fmean(gains), standard_error(gains)
+
+
+def stored_rewards(folder: RunFolder, step: int, samples: int) -> tuple[float, ...] | None:
+    """`EvalResult.rewards` of an evaluation from the run's folder; None if there was none."""
+    path = completions_path(folder.completions, "eval", step)
+    if not path.is_file():
+        return None
+    scores = [float(row["reward"]) for row in read_lines(path)]
+    return _means(scores, samples)
+
+
+def _means(scores: Sequence[float], samples: int) -> tuple[float, ...]:
+    return tuple(
+        statistics.fmean(scores[start : start + samples])
+        for start in range(0, len(scores), samples)
+    )
 
 
 def evaluate(run: RunContext, step: int) -> EvalResult:
@@ -64,11 +78,7 @@ def evaluate(run: RunContext, step: int) -> EvalResult:
         activity="evaluation",
     ).run(groups)
     results = scorer.results(rollout.completions)
-    scores = [result.score for result in results]
-    rewards = tuple(
-        statistics.fmean(scores[start : start + samples])
-        for start in range(0, len(scores), samples)
-    )
+    rewards = _means([result.score for result in results], samples)
     observer.completions("eval", step, scorer.records(rollout.completions, results))
     observer.metrics(
         step,

@@ -15,12 +15,17 @@ import torch
 from ratoon.cluster.local import LocalWorkers, remove_folder, shared_folder
 from ratoon.config.rl import RLConfig
 from ratoon.drafter.model import choose_draft_vocabulary
-from ratoon.loop.checkpoints import latest_checkpoint, restore, save_checkpoint
-from ratoon.loop.evaluation import EvalResult, evaluate, paired_difference
+from ratoon.loop.checkpoints import (
+    latest_checkpoint,
+    refuse_finished,
+    restore,
+    save_checkpoint,
+)
+from ratoon.loop.evaluation import evaluate, paired_difference, stored_rewards
 from ratoon.loop.replay import Replay, replay
 from ratoon.loop.rl_step import RunContext, StepOutcome, entropy_per_token, rl_step
 from ratoon.loop.rollout import DrafterLedger
-from ratoon.loop.setup import load_rl_prompts, rl_specs
+from ratoon.loop.setup import load_rl_prompts, rl_specs, shared_bytes
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -35,8 +40,8 @@ class _History:
     """What the summary is made of."""
 
     outcomes: list[StepOutcome] = field(default_factory=list)
-    before: EvalResult | None = None
-    after: EvalResult | None = None
+    before: tuple[float, ...] | None = None
+    after: tuple[float, ...] | None = None
     replay: Replay | None = None
 
 
@@ -45,6 +50,7 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
 
     Raises: RatoonError of all kinds; whatever is raised, no process is left behind.
     """
+    refuse_finished(folder, config.steps)
     started = observer.clock.now()
     with _context(config, observer) as run:
         numerics = _report_numerics(run)
@@ -60,7 +66,7 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
             if not run.has_drafter:
                 _make_drafter(run, outcome.rollout.completions)
             if run.held_out and (last or _is_due(step, config.evaluation.every)):
-                history.after = evaluate(run, step)
+                history.after = evaluate(run, step).rewards
             if last or step % config.checkpoint.every == 0:
                 save_checkpoint(run, folder, step, config.checkpoint.keep)
         if config.replay_last_step and history.outcomes:
@@ -69,7 +75,13 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
             history.replay = replay(run, config.steps, recorded, exact=numerics == "invariant")
         _save_products(run, folder)
         seconds = observer.clock.now() - started
-        write_summary(folder.summary, _summary(run, history, numerics, seconds))
+        figures = _summary(run, history, numerics, seconds)
+        if 1 < first <= config.steps:
+            figures["notes"] = [
+                f"The run was resumed: times and shares are those of steps {first} to "
+                f"{config.steps}."
+            ]
+        write_summary(folder.summary, figures)
 
 
 @contextmanager
@@ -80,7 +92,7 @@ def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
     rewards = build_rewards([reward.model_dump() for reward in config.rewards])
     rewards.check([*train, *held_out])
     observer.phase("loading")
-    shared = shared_folder()
+    shared = shared_folder(shared_bytes(config))
     runtime = config.reward_runtime
     try:
         with (
@@ -119,14 +131,20 @@ def _begin(run: RunContext, folder: RunFolder, history: _History) -> int:
     if checkpoint is not None:
         step = restore(run, checkpoint)
         run.observer.resume_after(step)
+        samples = run.config.evaluation.samples
+        history.before = stored_rewards(folder, 0, samples)
+        history.after = stored_rewards(folder, step, samples)
         return step + 1
+    # What a run wrote that ended before its first checkpoint.
+    run.observer.resume_after(-1)
     if _vocabulary_is_full(run):
         _make_drafter(run, ())
     if run.held_out:
         run.observer.phase("evaluation before training")
-        history.before = evaluate(run, 0)
+        result = evaluate(run, 0)
+        history.before = result.rewards
         if not run.has_drafter:
-            _make_drafter(run, history.before.rollout.completions)
+            _make_drafter(run, result.rollout.completions)
     return 1
 
 
@@ -178,8 +196,8 @@ def _summary(run: RunContext, history: _History, numerics: str, seconds: float) 
         return part / total if total else None
 
     return {
-        "reward_before": before.mean if before else None,
-        "reward_after": after.mean if after else None,
+        "reward_before": statistics.fmean(before) if before else None,
+        "reward_after": statistics.fmean(after) if after else None,
         "reward_diff_stderr": difference[1] if difference else None,
         "tokens_identical": replayed.flips == 0 if replayed else None,
         "flips": replayed.flips if replayed else None,

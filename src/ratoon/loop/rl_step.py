@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ratoon.cluster.local import LocalWorkers
 from ratoon.cluster.messages import SpotResult
-from ratoon.config.rl import RLConfig
+from ratoon.config.rl import Algorithm, RLConfig
 from ratoon.loop.order import Group, make_groups, prompts_of_step
 from ratoon.loop.rollout import DrafterLedger, Rollout, RolloutResult, train_drafter_steps
 from ratoon.loop.scoring import Scorer
@@ -73,7 +73,7 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
     sessions = rollout.spot
     if run.has_drafter and config.spot.deterministic_steps is not None:
         sessions = (train_drafter_steps(run.workers, run.ledger),)
-    samples = make_samples(rollout, results, algorithm.name)
+    samples = make_samples(rollout, results, algorithm)
     update_started = clock.now()
     updates = run.workers.call_all("update_policy", samples=samples)
     updated = clock.now()
@@ -134,15 +134,22 @@ def add_spans(run: RunContext, activity: Activity, start: float, end: float, ste
 
 
 def make_samples(
-    rollout: RolloutResult, results: Sequence[RewardResult], algorithm: str
+    rollout: RolloutResult, results: Sequence[RewardResult], algorithm: Algorithm
 ) -> list[Sample]:
-    """Responses with their advantages, in the order of the requests."""
+    """Responses with their advantages, in the order of the requests.
+
+    A prompt that is drawn twice in a step has two groups.
+    """
+    group_size = algorithm.group_size
     completions = rollout.completions
-    groups = [(completion.key.dataset, completion.key.row) for completion in completions]
+    groups = [
+        (completion.key.dataset, completion.key.row, completion.key.sample // group_size)
+        for completion in completions
+    ]
     advantages = group_advantages(
         [result.score for result in results],
         groups,
-        algorithm="dr_grpo" if algorithm == "dr_grpo" else "grpo",
+        algorithm=algorithm.name,
     )
     return [
         Sample(

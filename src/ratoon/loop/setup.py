@@ -8,10 +8,13 @@ from pathlib import Path
 
 import psutil
 
+from ratoon.cluster.exchange import exchange_bytes
 from ratoon.cluster.spec import DraftingSpec, TrainingSpec, WorkerSpec
 from ratoon.config.rl import RLConfig
 from ratoon.config.training import Workers
 from ratoon.data.prompts import PromptStyle, load_prompts
+from ratoon.drafter.model import DrafterConfig
+from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.records import Prompt
 
@@ -25,6 +28,17 @@ def num_workers(workers: Workers) -> int:
     else:
         cores = psutil.cpu_count(logical=False) or 1
     return max(1, cores // workers.threads)
+
+
+def shared_bytes(config: RLConfig) -> int:
+    """How much memory the workers will share, about. Raises as `read_config` does."""
+    target = read_config(config.model.path)
+    if not config.speculation.uses_learned:
+        return 0
+    settings = config.drafter
+    return exchange_bytes(
+        DrafterConfig.for_target(target, settings.draft_vocab_size, settings.window)
+    )
 
 
 def load_rl_prompts(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:

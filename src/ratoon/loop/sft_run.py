@@ -118,7 +118,8 @@ def _train(
     if checkpoint is not None:
         done = read_state(checkpoint)["step"]
         workers.call_all("load_training", folder=checkpoint / "policy")
-        observer.resume_after(done)
+    # Also what a run wrote that ended before its first checkpoint.
+    observer.resume_after(done or -1)
     observer.phase("SFT", len(batches), done=done)
     if held_out and not done:
         _evaluate(observer, workers, held_out, 0)
