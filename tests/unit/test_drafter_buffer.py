@@ -138,19 +138,26 @@ def test_a_draw_holds_one_version_within_its_bounds_and_no_sample_twice() -> Non
     assert versions == {1, 2}
 
 
-def test_all_tokens_are_covered_about_equally() -> None:
+def test_all_tokens_are_covered_equally_to_within_two_passes() -> None:
     buffer = filled()
     counts = {id(sample): torch.zeros(sample.num_queries) for sample in buffer.samples()}
-    total = sum(len(count) for count in counts.values())
-    trained = 0
-    while trained < 6 * total:
+    for _ in range(400):
         for piece in buffer.draw(16, 60, 12):
             start = piece.first - piece.sample.first_query
             counts[id(piece.sample)][start : start + piece.count] += 1
-            trained += piece.count
-    everything = torch.cat(list(counts.values()))
-    assert float(everything.min()) >= 4
-    assert float(everything.max()) <= 9
+        everything = torch.cat(list(counts.values()))
+        assert float(everything.max() - everything.min()) <= 2
+    assert float(everything.min()) >= 5
+
+
+def test_a_sample_that_arrives_late_is_mixed_with_the_others() -> None:
+    buffer = filled()
+    drawn(buffer, 200)
+    late = make_sample(77, 10, version=2)
+    buffer.add(late)
+    draws = drawn(buffer, 40)
+    with_late = [draw for draw in draws if (2, 77) in [piece[:2] for piece in draw]]
+    assert 1 <= len(with_late) <= 4
 
 
 def test_an_empty_buffer_gives_nothing() -> None:
