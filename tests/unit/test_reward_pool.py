@@ -147,6 +147,16 @@ def test_of_several_failures_the_first_submitted_is_reported(
             pool.drain()
 
 
+def test_a_failure_does_not_wait_for_responses_behind_it(mischief: RewardSum) -> None:
+    with RewardPool(mischief, num_workers=2, timeout_s=3600.0) as pool:
+        pool.submit("fine", _prompt(10), "7")
+        pool.submit("fails", _prompt(11), "raise")
+        for row in range(12, 15):
+            pool.submit("hangs", _prompt(row), "hang")
+        with pytest.raises(RewardError, match="row 11"):
+            pool.drain()
+
+
 def test_what_keeps_a_worker_from_starting_is_raised_before_any_work(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("import a_package_that_is_not_there\n")

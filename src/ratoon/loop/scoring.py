@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.completions import StoredCompletion, stored
@@ -11,29 +11,37 @@ from ratoon.rl.rewards.pool import RewardPool, RewardResult
 
 
 class Scorer:
-    """Sends responses to the reward workers as they arrive and hands all results out at the end."""
+    """Sends responses to the reward workers as they arrive and hands all results out at the end.
+
+    A reward that fails, and is to end the run, does so when the next response arrives.
+    """
 
     def __init__(self, pool: RewardPool, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
         self._pool = pool
         self._tokenizer = tokenizer
         self._prompts = {(prompt.dataset, prompt.row): prompt for prompt in prompts}
         self._texts: dict[DrawKey, str] = {}
+        self._results: dict[Hashable, RewardResult] = {}
 
     def submit(self, completion: Completion) -> None:
-        """Start scoring one response."""
+        """Start scoring one response. Raises: RewardError, of an earlier one."""
         key = completion.key
         text = self._tokenizer.decode(completion.token_ids)
         self._texts[key] = text
         self._pool.submit(key, self.prompt_of(completion), text)
+        self._collect(self._pool.poll())
 
     def prompt_of(self, completion: Completion) -> Prompt:
         """The prompt that a response answers."""
         return self._prompts[completion.key.dataset, completion.key.row]
 
     def results(self, completions: Sequence[Completion]) -> list[RewardResult]:
-        """Wait for all results; in the order of `completions`."""
-        by_key = {result.key: result for result in self._pool.drain()}
-        return [by_key[completion.key] for completion in completions]
+        """Wait for all results; in the order of `completions`. Raises: RewardError."""
+        self._collect(self._pool.drain())
+        return [self._results[completion.key] for completion in completions]
+
+    def _collect(self, results: Sequence[RewardResult]) -> None:
+        self._results |= {result.key: result for result in results}
 
     def records(
         self, completions: Sequence[Completion], results: Sequence[RewardResult]

@@ -81,7 +81,8 @@ class RewardPool:
         self._arrived: queue.SimpleQueue[tuple[_Task, Outcome] | BaseException] = (
             queue.SimpleQueue()
         )
-        self._num_submitted = self._num_delivered = 0
+        self._num_submitted = 0
+        self._pending: set[int] = set()
         self._lock = threading.Lock()
         self._is_closing = False
         self._workers: list[RewardWorker] = []
@@ -103,7 +104,7 @@ class RewardPool:
     @property
     def num_pending(self) -> int:
         """Responses submitted whose results have not been handed out."""
-        return self._num_submitted - self._num_delivered
+        return len(self._pending)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -121,8 +122,10 @@ class RewardPool:
         """
         if self._is_closing:
             raise RewardError("The reward pool is closed.")
-        self._tasks.put(_Task(self._num_submitted, key, prompt, text))
+        task = _Task(self._num_submitted, key, prompt, text)
         self._num_submitted += 1
+        self._pending.add(task.index)
+        self._tasks.put(task)
 
     def poll(self) -> list[RewardResult]:
         """Results that have arrived since the last call, in the order of submission.
@@ -142,9 +145,23 @@ class RewardPool:
 
         Raises:
             RewardError: if a reward failed and `on_error` is `"fail"`; of several failures always
-                the one submitted first.
+                the one submitted first, and responses behind it are not waited for.
         """
-        return self._deliver([self._arrived.get() for _ in range(self.num_pending)])
+        arrived: list[tuple[_Task, Outcome] | BaseException] = []
+        missing = set(self._pending)
+        failed: list[int] = []
+        while missing:
+            item = self._arrived.get()
+            arrived.append(item)
+            if isinstance(item, BaseException):
+                break
+            task, outcome = item
+            missing.discard(task.index)
+            if self._on_error == "fail" and isinstance(outcome, Failed):
+                failed.append(task.index)
+            if failed and min(failed) < min(missing, default=self._num_submitted):
+                break
+        return self._deliver(arrived)
 
     def close(self) -> None:
         """End all workers, whatever they do; results that were not fetched are lost."""
@@ -170,12 +187,12 @@ class RewardPool:
         self.close()
 
     def _deliver(self, arrived: list[tuple[_Task, Outcome] | BaseException]) -> list[RewardResult]:
-        self._num_delivered += len(arrived)
         scored: list[tuple[_Task, Outcome]] = []
         for item in arrived:
             if isinstance(item, BaseException):
                 raise RewardError(f"The reward pool broke down: {item}") from item
             scored.append(item)
+            self._pending.discard(item[0].index)
         return [self._result(*pair) for pair in sorted(scored, key=lambda pair: pair[0].index)]
 
     def _result(self, task: _Task, outcome: Outcome) -> RewardResult:
