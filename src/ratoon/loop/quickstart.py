@@ -81,21 +81,25 @@ def run_quickstart(tiny: bool, target: Path, observer: Observer) -> None:
     Raises: RatoonError of all kinds.
     """
     sft, rl = (TINY_SFT, TINY_RL) if tiny else (SFT, RL)
-    observer.phase("model")
-    model = target.with_name(f"{target.name}-start") if tiny else Path("models") / MODEL
-    if tiny:
-        make_tiny_model(model)
-    else:
-        fetch(MODEL, model)
-    warm = {"output_dir": str(target.parent), "name": f"{target.name}-warm-start"}
+    model = target / "start" if tiny else Path("models") / MODEL
+    warm = {"output_dir": str(target), "name": "warm-start"}
     sft_config = build_config(SFTConfig, {**sft, **warm, "model": {"path": str(model)}})
+    where = {"output_dir": str(target.parent), "name": target.name}
+    start = {"path": str(target / "warm-start" / "model")}
+    rl_config = build_config(RLConfig, {**rl, **where, "model": start})
+    folder = _create(rl_config)
+    observer.phase("model")
+    try:
+        if tiny:
+            make_tiny_model(model)
+        else:
+            fetch(MODEL, model)
+    except BaseException:
+        folder.remove_if_unused()
+        raise
     sft_folder = _create(sft_config)
     with observer.within(sft_folder) as warm_observer:
         run_sft(sft_config, sft_folder, warm_observer)
-    where = {"output_dir": str(target.parent), "name": target.name}
-    start = {"path": str(sft_folder.model)}
-    rl_config = build_config(RLConfig, {**rl, **where, "model": start})
-    folder = _create(rl_config)
     with observer.within(folder) as inner:
         run_rl(rl_config, folder, inner)
 
