@@ -55,7 +55,7 @@ def load_examples(
     lengths = {
         example.row: len(example.prompt_ids) + len(example.completion_ids) for example in examples
     }
-    refuse_long(dataset, lengths, style.max_tokens)
+    refuse_long(dataset, lengths, style)
     return examples
 
 

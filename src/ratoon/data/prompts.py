@@ -20,11 +20,15 @@ from ratoon.records import Prompt
 
 @dataclass(frozen=True, slots=True)
 class PromptStyle:
-    """How prompts are shown to the model, and how long they may be (tokens; None = no limit)."""
+    """How prompts are shown to the model, and how long they may be (tokens; None = no limit).
+
+    `limit` says in errors which settings the longest length comes from.
+    """
 
     system_prompt: str | None = None
     chat_template: bool = True
     max_tokens: int | None = None
+    limit: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +78,23 @@ def _tokenise(
     refuse_long(
         dataset,
         {prompt.row: len(prompt.ids) for prompt in prompts},
-        style.max_tokens,
+        style,
     )
     return prompts
 
 
-def refuse_long(dataset: str, lengths: Mapping[int, int], max_tokens: int | None) -> None:
-    """Raise `DataError` that counts the rows longer than `max_tokens` and names the longest."""
+def refuse_long(dataset: str, lengths: Mapping[int, int], style: PromptStyle) -> None:
+    """Raise `DataError` that counts the rows that are too long and names the longest."""
+    max_tokens = style.max_tokens
     if max_tokens is None:
         return
     num_long = sum(length > max_tokens for length in lengths.values())
     if num_long:
         row = max(lengths, key=lengths.__getitem__)
         raise DataError(
-            f"{dataset}: {num_long} of {len(lengths)} rows have more than {max_tokens} tokens; the "
-            f"longest is row {row} with {lengths[row]}. Raise the limit or shorten the rows."
+            f"{dataset}: {num_long} of {len(lengths)} rows have more than {max_tokens} tokens"
+            f"{f' (`{style.limit}`)' if style.limit else ''}; the longest is row {row} with "
+            f"{lengths[row]}. Raise the limit or shorten the rows."
         )
 
 

@@ -25,7 +25,7 @@ from ratoon.loop.evaluation import evaluate, paired_difference, stored_rewards
 from ratoon.loop.replay import Replay, replay
 from ratoon.loop.rl_step import RunContext, StepOutcome, entropy_per_token, rl_step
 from ratoon.loop.rollout import DrafterLedger
-from ratoon.loop.setup import load_rl_prompts, rl_specs, shared_bytes
+from ratoon.loop.setup import check_context, load_rl_prompts, rl_specs, shared_bytes
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -87,6 +87,7 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
 @contextmanager
 def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
     """Everything a run works with; data and rewards are checked before a process starts."""
+    check_context("rollout.max_length", config.rollout.max_length, config.model.path)
     tokenizer = Tokenizer.load(config.model.path)
     train, held_out = load_rl_prompts(config, tokenizer)
     rewards = build_rewards([reward.model_dump() for reward in config.rewards])

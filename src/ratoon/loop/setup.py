@@ -14,6 +14,7 @@ from ratoon.config.rl import RLConfig
 from ratoon.config.training import Workers
 from ratoon.data.prompts import PromptStyle, load_prompts
 from ratoon.drafter.model import DrafterConfig
+from ratoon.errors import CapabilityError
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.records import Prompt
@@ -30,12 +31,23 @@ def num_workers(workers: Workers) -> int:
     return max(1, cores // workers.threads)
 
 
+def check_context(key: str, length: int, model: Path) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Raises: CapabilityError, and as `read_config` does.
+    """
+    positions = read_config(model).max_positions
+    if length > positions:
+        raise CapabilityError(
+            f"`{key}` = {length}, but the model in {model} has {positions} positions; lower `{key}`"
+        )
+
+
 def shared_bytes(config: RLConfig) -> int:
-    """How much memory the workers will share, about. Raises as `read_config` does."""
-    target = read_config(config.model.path)
+    """How much memory the workers will share, about."""
     if not config.speculation.uses_learned:
         return 0
-    settings = config.drafter
+    target, settings = read_config(config.model.path), config.drafter
     return exchange_bytes(
         DrafterConfig.for_target(target, settings.draft_vocab_size, settings.window)
     )
@@ -47,6 +59,7 @@ def load_rl_prompts(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[Prompt
         system_prompt=config.data.system_prompt,
         chat_template=config.data.chat_template,
         max_tokens=config.rollout.max_length - config.sampling.max_tokens,
+        limit="rollout.max_length - sampling.max_tokens",
     )
     train = load_prompts(config.data.train.model_dump(), tokenizer, split="train", style=style)
     if config.data.eval is None:

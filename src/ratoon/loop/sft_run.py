@@ -13,7 +13,7 @@ from ratoon.config.sft import SFTConfig
 from ratoon.data.examples import Example, load_examples
 from ratoon.data.prompts import PromptStyle
 from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
-from ratoon.loop.setup import num_workers
+from ratoon.loop.setup import check_context, num_workers
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -23,6 +23,7 @@ Batch = list[Example]
 
 def run_sft(config: SFTConfig, folder: RunFolder, observer: Observer) -> None:
     """Train as configured; continues after the last checkpoint in `folder`, if there is one."""
+    check_context("max_length", config.max_length, config.model.path)
     tokenizer = Tokenizer.load(config.model.path)
     train, held_out = _load(config, tokenizer)
     batches = list(make_batches(train, config))
@@ -65,7 +66,9 @@ def _endless(examples: Sequence[Example], seed: int, epochs: int | None) -> Iter
 
 def _load(config: SFTConfig, tokenizer: Tokenizer) -> tuple[list[Example], list[Example]]:
     data = config.data
-    style = PromptStyle(data.system_prompt, data.chat_template, config.max_length)
+    style = PromptStyle(
+        data.system_prompt, data.chat_template, config.max_length, limit="max_length"
+    )
     train = load_examples(data.train.model_dump(), tokenizer, split="train", style=style)
     if data.eval is None:
         return train, []

@@ -84,7 +84,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of `text` alone, nothing added; special tokens spelt out in it are recognised."""
-        return tuple(self._backend.encode(text, add_special_tokens=False))
+        # Not verbose: what is too long for the model is refused with a message of our own.
+        return tuple(self._backend.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Text of `ids`, without special tokens unless asked for."""
