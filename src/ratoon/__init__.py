@@ -1,0 +1,1 @@
+"""Train language models with compute that is already paid for."""

@@ -21,6 +21,9 @@ from ratoon.rollout.native.numerics import InvarianceReport, check_invariance
 from ratoon.speculation.strategy import PLAIN, Strategy, StrategyTable
 
 Numerics = Literal["invariant", "tolerant"]
+# Cost of one more row of a forward pass, in passes, for one live sequence; measured on a CPU.
+MIN_CHANCE = 0.01
+MAX_MIN_CHANCE = 0.2
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -121,8 +124,7 @@ class RolloutUnit:
     def _rule(self) -> StrategyRule:
         assert self._drafting_spec is not None
         settings = self._drafting_spec.speculation
-        tiers = [(settings.max_live_batch, strategy_of(settings))]
-        return StrategyRule(StrategyTable(tiers, slack=settings.hysteresis))
+        return StrategyRule(StrategyTable(tiers_of(settings), slack=settings.hysteresis))
 
     def _make_drafting(
         self, spec: DraftingSpec, config: DecoderConfig, rows: int, length: int, worker: WorkerSpec
@@ -155,13 +157,28 @@ class RolloutUnit:
         return self.engine.model.embedding
 
 
-def strategy_of(settings: Speculation) -> Strategy:
-    """The configured tree."""
-    return Strategy(
-        depth=settings.depth,
-        branching=settings.branching,
-        beam=settings.beam,
-        budget=settings.budget,
-        use_learned="learned" in settings.drafters,
-        use_suffix="suffix" in settings.drafters,
-    )
+def tiers_of(settings: Speculation) -> list[tuple[int, Strategy]]:
+    """The configured tree for few live sequences, smaller ones for more (limit, strategy).
+
+    A forward pass has at most about `max_rows` rows. A node must be visited with a chance near the
+    cost of its row, which grows with the batch.
+    """
+    limits = []
+    limit = 1
+    while limit < settings.max_live_batch:
+        limits.append(limit)
+        limit *= 2
+    tiers = []
+    for limit in (*limits, settings.max_live_batch):
+        budget = min(settings.budget, settings.max_rows // limit - 1)
+        strategy = Strategy(
+            depth=min(settings.depth, budget),
+            branching=min(settings.branching, budget),
+            beam=min(settings.beam, budget),
+            budget=budget,
+            use_learned="learned" in settings.drafters,
+            use_suffix="suffix" in settings.drafters,
+            min_chance=min(MIN_CHANCE * limit, MAX_MIN_CHANCE),
+        )
+        tiers.append((limit, strategy))
+    return tiers

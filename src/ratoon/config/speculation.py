@@ -29,8 +29,15 @@ class Speculation(Settings):
     budget: int = Field(
         12, ge=1, le=128, description="Candidates verified per sequence and step. Candidates."
     )
+    max_rows: int = Field(
+        64,
+        ge=2,
+        le=1024,
+        description="Rows of one verification, all sequences together: the more sequences are "
+        "live, the smaller their trees. Rows.",
+    )
     max_live_batch: int = Field(
-        8, ge=1, description="Guess ahead while at most this many sequences are live."
+        24, ge=1, description="Guess ahead while at most this many sequences are live."
     )
     hysteresis: int = Field(
         2,
@@ -43,6 +50,11 @@ class Speculation(Settings):
         require(
             len(set(self.drafters)) == len(self.drafters),
             f"speculation.drafters = {list(self.drafters)} names one twice",
+        )
+        require(
+            not self.enabled or 2 * self.max_live_batch <= self.max_rows,
+            f"speculation.max_live_batch = {self.max_live_batch} must be <= half of "
+            f"speculation.max_rows = {self.max_rows}: each sequence has a root and a candidate",
         )
         if not self.enabled:
             forbid_without_effect("speculation", self, "speculation.enabled is false", "enabled")

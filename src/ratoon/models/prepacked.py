@@ -5,6 +5,8 @@ and, with the hint used here, each row's result has the same bits whatever the n
 Elsewhere (Arm, macOS, CUDA, float32) the plain linear is used.
 """
 
+# ruff: noqa: SLF001 - torch offers these operators under private names only
+
 from __future__ import annotations
 
 import torch
@@ -45,9 +47,7 @@ class PackedLinear:
         )
         dense = weight.detach().clone(memory_format=torch.contiguous_format)
         self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(dense, row_hint)
-            if self._packed
-            else dense
+            torch.ops.mkldnn._reorder_linear_weight(dense, row_hint) if self._packed else dense
         )
 
     def __call__(self, x: Tensor) -> Tensor:
