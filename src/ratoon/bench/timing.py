@@ -1,0 +1,81 @@
+"""Interleaved rounds, ratios within a round, and clocks on the parts of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from ratoon.bench.intervals import median_interval
+
+T = TypeVar("T")
+
+
+def interleaved(arms: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
+    """Results of each arm by round; arms take turns within a round, so that all see the same noise.
+
+    An arm is called with the number of its round, from 1. Round 0 warms up and is dropped. Every
+    other round runs the arms in reverse, so that none always follows the same one.
+    """
+    results: dict[str, list[T]] = {name: [] for name in arms}
+    for number in range(rounds + 1):
+        names = list(arms)[:: 1 if number % 2 else -1]
+        for name in names:
+            result = arms[name](number)
+            if number:
+                results[name].append(result)
+    return results
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Median over rounds of the ratio within a round, with its 95 % bootstrap interval."""
+    ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
+    return median_interval(ratios)
+
+
+class Stopwatch:
+    """Adds up the seconds spent in callables that it was put around."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def around(self, parts: Mapping[str, tuple[Any, str]]) -> Iterator[Stopwatch]:
+        """Time the attributes `(owner, name)` while the context lasts; parts must not nest."""
+        originals = {label: getattr(owner, name) for label, (owner, name) in parts.items()}
+        for label, (owner, name) in parts.items():
+            setattr(owner, name, self._timed(label, originals[label]))
+        try:
+            yield self
+        finally:
+            for label, (owner, name) in parts.items():
+                setattr(owner, name, originals[label])
+
+    def take(self) -> dict[str, float]:
+        """Seconds by part since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments, **named)
+            elapsed = time.perf_counter() - start
+            self.seconds[label] = self.seconds.get(label, 0.0) + elapsed
+            return result
+
+        return timed
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One computing thread while the context lasts."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
