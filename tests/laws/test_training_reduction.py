@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.packing import PackedBatch
+from ratoon.training import shared_memory
 from ratoon.training.core import TrainerCore
 from ratoon.training.data_parallel import DataParallel
 from ratoon.training.optimizer import OptimizerSettings
@@ -174,6 +175,7 @@ def _worker(rank: int, size: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     workers = DataParallel(dist.group.WORLD)
+    assert shared_memory.shared_tensors(workers, 3, torch.float64) is not None
     samples = make_samples()
     result = {}
     for minibatches in (1, 2):
@@ -183,6 +185,8 @@ def _worker(rank: int, size: int, folder: str) -> None:
     result["sft"] = metrics, [p.detach().clone() for p in core.decoder.parameters()]
     # One sample for two workers: one of them has nothing to do.
     result["idle"] = update(make_core(30, workers), samples[:1])
+    shared_memory._FOLDER = Path(folder) / "absent"
+    result["apart"] = update(make_core(30, workers), samples)
     torch.save(result, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -197,6 +201,7 @@ def test_two_workers_do_what_one_does_and_end_with_the_same_bits(tmp_path: Path)
     samples = make_samples()
     for minibatches in (1, 2):
         assert_same(first[minibatches], update(make_core(30), samples, minibatches=minibatches))
+    assert_same(first["apart"], update(make_core(30), samples))
     assert_same(first["idle"], update(make_core(30), samples[:1]))
     core = make_core(30)
     metrics = SFTTrainer(core).step([(s.prompt_ids, s.token_ids) for s in samples])

@@ -187,7 +187,7 @@ def test_stopping_and_resuming_changes_no_bit() -> None:
 
 def test_a_state_of_another_model_is_refused() -> None:
     state = copy.deepcopy(make_core().state_dict())
-    state["masters"]["norm.weight"] = torch.ones(3)
+    state["tensors"]["master"]["norm.weight"] = torch.ones(3)
     with pytest.raises(CheckpointError, match=r"norm\.weight"):
         make_core().load_state_dict(state)
 

@@ -38,6 +38,9 @@ PROMPT_TOKENS = 60
 GROUP_SIZE = 8
 LR = 1e-6
 
+# Its eager attention keeps all probabilities: more tokens at a time need more than 10 GB.
+BASELINE_TOKENS = 1024
+
 # transformers computes [rows, V] logits in float32, so its head takes fewer tokens at a time.
 _HEAD_ROWS = 256
 
@@ -81,7 +84,7 @@ def _run(
         "ratoon_repeated": lambda: trainer.update(apart),
     }
     if baseline is not None:
-        arms["transformers"] = _transformers_arm(samples, micro_batch_tokens, baseline)
+        arms["transformers"] = _transformers_arm(samples, baseline)
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 1):
         for name, arm in arms.items():
@@ -143,9 +146,7 @@ def _trainer(micro_batch_tokens: int, seed: int) -> PolicyTrainer:
     return PolicyTrainer(core, PolicyLossSettings())
 
 
-def _transformers_arm(
-    samples: Sequence[Sample], micro_batch_tokens: int, attention: str
-) -> Callable[[], None]:
+def _transformers_arm(samples: Sequence[Sample], attention: str) -> Callable[[], None]:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
@@ -168,7 +169,7 @@ def _transformers_arm(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     ordered = sorted(samples, key=lambda sample: len(sample.token_ids))
     lengths = [trained_length(sample.prompt_ids, sample.token_ids) for sample in ordered]
-    count = len(micro_batches(lengths, micro_batch_tokens)[0])
+    count = len(micro_batches(lengths, BASELINE_TOKENS)[0])
     bounds = [part * len(ordered) // count for part in range(count + 1)]
     parts = [ordered[low:high] for low, high in itertools.pairwise(bounds)]
     num_loss_tokens = sum(len(sample.token_ids) for sample in samples)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,10 +20,11 @@ COUNTERS = "trainer.json"
 def save_trainer(folder: Path, core: TrainerCore) -> None:
     """Write everything that `load_trainer` needs to continue with the same bits, or nothing."""
     state = core.state_dict()
-    tensors = {f"master.{name}": value for name, value in state["masters"].items()}
-    optimizer = state["optimizer"]
-    for index, moments in optimizer["state"].items():
-        tensors |= {f"optimizer.{index}.{name}": value for name, value in moments.items()}
+    tensors = {
+        f"{kind}.{name}": value
+        for kind, views in state["tensors"].items()
+        for name, value in views.items()
+    }
     size = sum(value.nbytes for value in tensors.values())
     with whole_directory(folder, size) as draft:
         save_file({name: value.contiguous() for name, value in tensors.items()}, draft / TENSORS)
@@ -49,22 +49,8 @@ def load_trainer(folder: Path, core: TrainerCore) -> None:
             f"{folder / TENSORS} has {len(tensors)} tensors, {counters['tensors']} were written; "
             "resume from another checkpoint"
         )
-    masters = {
-        name.removeprefix("master."): value
-        for name, value in tensors.items()
-        if name.startswith("master.")
-    }
-    moments: dict[int, dict[str, Tensor]] = {}
+    kinds: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, moment = name.split(".", 2)
-            moments.setdefault(int(index), {})[moment] = value
-    optimizer = core.state_dict()["optimizer"]
-    with torch.no_grad():
-        core.load_state_dict(
-            {
-                "masters": masters,
-                "optimizer": {**optimizer, "state": moments},
-                "steps_done": counters["steps_done"],
-            }
-        )
+        kind, _, parameter = name.partition(".")
+        kinds.setdefault(kind, {})[parameter] = value
+    core.load_state_dict({"tensors": kinds, "steps_done": counters["steps_done"]})

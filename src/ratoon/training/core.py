@@ -9,7 +9,7 @@ Shape letters: N tokens of the loss.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,8 @@ from ratoon.models.fused import sum_dtype
 from ratoon.models.packing import micro_batches
 from ratoon.training.data_parallel import DataParallel
 from ratoon.training.logprobs import token_log_probs
-from ratoon.training.optimizer import (
-    OptimizerSettings,
-    clip_gradients,
-    learning_rate,
-    make_adamw,
-)
+from ratoon.training.master_weights import MasterWeights
+from ratoon.training.optimizer import OptimizerSettings, learning_rate
 from ratoon.training.samples import Example, TokenBatch, families, pack, trained_length
 
 
@@ -58,17 +54,15 @@ class TrainerCore:
         self.vocab_limit = vocab_limit
         self.workers = workers or DataParallel()
         self.steps_done = 0
-        self._masters = list(decoder.parameters())
-        self.device = self._masters[0].device
-        self._gradients, self._flat_gradient = _gradient_views(self._masters)
+        self._masters = MasterWeights(decoder, optimizer, self.workers)
+        dtype, self.device = decoder.head_weight.dtype, decoder.head_weight.device
         self.compute = decoder
-        if compute_dtype != self._masters[0].dtype:
+        if compute_dtype != dtype:
             self.compute = copy.deepcopy(decoder).to(compute_dtype)
-        for parameter, gradient in zip(self.compute.parameters(), self._gradients, strict=True):
+        for parameter, gradient in zip(
+            self.compute.parameters(), self._masters.gradients, strict=True
+        ):
             parameter.main_grad = gradient  # type: ignore[attr-defined]
-        for master, gradient in zip(self._masters, self._gradients, strict=True):
-            master.grad = gradient
-        self._optimizer = make_adamw(self._masters, optimizer)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -117,51 +111,39 @@ class TrainerCore:
         )
 
     def step(self) -> StepStats:
-        """Sum gradients over workers, clip, update the masters and the compute copy."""
-        self.workers.sum_(self._flat_gradient)
-        grad_norm = clip_gradients(
-            self._gradients, self._flat_gradient, self.settings.max_grad_norm
-        )
+        """Sum gradients over workers, clip, update the masters and the compute copy.
+
+        Raises: NumericsError if a gradient is not finite; weights are then unchanged.
+        """
         lr = learning_rate(self.settings, self.steps_done)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._flat_gradient.zero_()
+        grad_norm = self._masters.step(lr, self.steps_done)
         self._refresh_compute()
         self.steps_done += 1
         return StepStats(grad_norm, lr)
 
     def discard_gradients(self) -> None:
         """Forget what has been summed since the last step."""
-        self._flat_gradient.zero_()
+        self._masters.discard_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Masters, moments and step; views, not copies."""
-        return {
-            "masters": {name: value.detach() for name, value in self.decoder.named_parameters()},
-            "optimizer": self._optimizer.state_dict(),
-            "steps_done": self.steps_done,
-        }
+        return {"tensors": self._masters.tensors(), "steps_done": self.steps_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, with the same bits.
+        """Continue where `state_dict` was taken, with the same bits. On all workers alike.
 
         Raises: CheckpointError if the tensors are not this decoder's.
         """
-        masters = dict(self.decoder.named_parameters())
-        stored = state["masters"]
-        expected = {name: tuple(value.shape) for name, value in masters.items()}
-        found = {name: tuple(value.shape) for name, value in stored.items()}
+        expected, found = (
+            _shapes(tensors) for tensors in (self._masters.tensors(), state["tensors"])
+        )
         if expected != found:
-            wrong = sorted(set(expected.items()) ^ set(found.items()))[:4]
+            wrong = sorted(expected ^ found)[:4]
             raise CheckpointError(
                 f"the trainer's state is of another model: {wrong} are on one side only; give the "
                 "checkpoint of the configured model"
             )
-        with torch.no_grad():
-            for name, master in masters.items():
-                master.copy_(stored[name])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._masters.load(state["tensors"])
         self.steps_done = int(state["steps_done"])
         self.discard_gradients()
         self._refresh_compute()
@@ -169,13 +151,15 @@ class TrainerCore:
     @torch.no_grad()
     def _refresh_compute(self) -> None:
         if self.compute is not self.decoder:
-            for parameter, master in zip(self.compute.parameters(), self._masters, strict=True):
+            for parameter, master in zip(
+                self.compute.parameters(), self.decoder.parameters(), strict=True
+            ):
                 parameter.copy_(master)
 
 
-def _gradient_views(parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """One zero per weight, in one piece, so that one call sums, clips or clears them all."""
-    first = parameters[0]
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-    pieces = flat.split([p.numel() for p in parameters])
-    return [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)], flat
+def _shapes(tensors: Mapping[str, Mapping[str, Tensor]]) -> set[tuple[str, tuple[int, ...]]]:
+    return {
+        (f"{kind}.{name}", tuple(value.shape))
+        for kind, views in tensors.items()
+        for name, value in views.items()
+    }

@@ -1,9 +1,10 @@
-"""Sums over the workers of one update."""
+"""What the workers of one update do together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,3 +40,22 @@ class DataParallel:
         if self.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, self.group)
         return values
+
+    def all_true(self, value: bool) -> bool:
+        """Whether `value` holds on every worker."""
+        flag = torch.tensor(int(value))
+        if self.size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MIN, self.group)
+        return bool(flag)
+
+    def broadcast(self, text: str) -> str:
+        """The text of worker 0."""
+        texts = [text]
+        if self.size > 1:
+            dist.broadcast_object_list(texts, group=self.group, group_src=0)
+        return texts[0]
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        if self.size > 1:
+            dist.barrier(self.group)

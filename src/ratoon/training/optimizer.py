@@ -1,16 +1,10 @@
-"""AdamW on master weights, its learning rate, and gradient clipping."""
+"""Settings of AdamW, and its learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
-
-import torch
-from torch import Tensor, nn
-
-from ratoon.errors import NumericsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +43,3 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
     if settings.schedule == "linear":
         return settings.lr * warmup * (1.0 - progress)
     return settings.lr * warmup * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def make_adamw(
-    parameters: Iterable[nn.Parameter], settings: OptimizerSettings
-) -> torch.optim.AdamW:
-    """One fused AdamW; matrices decay, vectors (norms) do not."""
-    everything = list(parameters)
-    matrices = [parameter for parameter in everything if parameter.dim() >= 2]
-    vectors = [parameter for parameter in everything if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-    )
-
-
-def clip_gradients(gradients: list[Tensor], flat: Tensor, max_norm: float) -> float:
-    """Scale `flat`, of which `gradients` are views, down to `max_norm`; returns the norm before.
-
-    The norm is taken tensor by tensor, so that float32 sums stay short.
-    Host-device syncs: one.
-    Raises: NumericsError if the norm is not finite.
-    """
-    norm = float(torch.nn.utils.get_total_norm(gradients))
-    if not math.isfinite(norm):
-        raise NumericsError(
-            f"the gradient norm is {norm}; it must be finite. Weights are unchanged. Lower the "
-            "learning rate, or look for broken weights or advantages."
-        )
-    if norm > max_norm:
-        flat.mul_(max_norm / norm)
-    return norm
