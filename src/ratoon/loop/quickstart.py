@@ -19,57 +19,63 @@ from ratoon.observe.run_folder import RunFolder
 MODEL = "smollm2-135m"
 
 # Sums with a geometric number of terms: a few solutions are several times as long as most.
-TASK = {"kind": "arithmetic", "max_terms": 10, "max_value": 50}
+TASK = {"kind": "arithmetic", "max_terms": 16, "max_value": 6}
 SFT: dict[str, Any] = {
     "seed": 1,
-    "data": {"train": TASK | {"size": 4000, "seed": 1}},
+    "data": {"train": TASK | {"size": 2000, "seed": 1}, "chat_template": False},
     "steps": 24,
     "max_length": 512,
-    "optimizer": {"lr": 1e-4, "warmup_steps": 2},
-    "update": {"batch_tokens": 4096, "micro_batch_tokens": 2048},
+    # Many small steps learn more per second than few large ones.
+    "optimizer": {"lr": 4e-4, "warmup_steps": 4, "schedule": "linear"},
+    "update": {"batch_tokens": 1024, "micro_batch_tokens": 1024},
+    "checkpoint": {"every": 1000},
 }
 RL: dict[str, Any] = {
     "seed": 1,
-    "steps": 12,
+    "steps": 14,
     "data": {
         "train": TASK | {"size": 2000, "seed": 2},
-        "eval": TASK | {"size": 96, "seed": 3},
+        "eval": TASK | {"size": 192, "seed": 3},
+        "chat_template": False,
     },
     "rewards": [{"kind": "number"}],
-    "sampling": {"max_tokens": 192},
-    "algorithm": {"prompts_per_step": 8, "group_size": 8},
-    "optimizer": {"lr": 1e-5},
+    "sampling": {"max_tokens": 288},
+    "algorithm": {"prompts_per_step": 16, "group_size": 8},
+    "optimizer": {"lr": 2e-5},
     "update": {"micro_batch_tokens": 2048},
-    "rollout": {"max_length": 384, "max_batch": 32},
+    "rollout": {"max_length": 384, "max_batch": 64},
+    "speculation": {"depth": 6, "budget": 15},
     "drafter": {"draft_vocab_size": 1024, "window": 256},
-    "evaluation": {"prompts": 96},
+    "evaluation": {"prompts": 192},
     "checkpoint": {"every": 1000},
     "replay_last_step": True,
 }
 
-TINY_TASK = {"kind": "arithmetic", "max_terms": 6, "max_value": 9}
+TINY_TASK = {"kind": "arithmetic", "max_terms": 8, "max_value": 5}
 TINY_SFT: dict[str, Any] = {
     "seed": 1,
-    "data": {"train": TINY_TASK | {"size": 4000, "seed": 1}},
-    "steps": 150,
-    "max_length": 128,
-    "optimizer": {"lr": 3e-3, "warmup_steps": 10},
-    "update": {"batch_tokens": 4096, "micro_batch_tokens": 4096},
+    "data": {"train": TINY_TASK | {"size": 4000, "seed": 1}, "chat_template": False},
+    "steps": 400,
+    "max_length": 160,
+    "optimizer": {"lr": 3e-3, "warmup_steps": 10, "schedule": "linear"},
+    "update": {"batch_tokens": 640, "micro_batch_tokens": 640},
+    "checkpoint": {"every": 1000},
 }
 TINY_RL: dict[str, Any] = {
     "seed": 1,
-    "steps": 8,
+    "steps": 10,
     "data": {
         "train": TINY_TASK | {"size": 1000, "seed": 2},
-        "eval": TINY_TASK | {"size": 64, "seed": 3},
+        "eval": TINY_TASK | {"size": 96, "seed": 3},
+        "chat_template": False,
     },
     "rewards": [{"kind": "number"}],
-    "sampling": {"max_tokens": 96},
+    "sampling": {"max_tokens": 128},
     "algorithm": {"prompts_per_step": 8, "group_size": 8},
-    "optimizer": {"lr": 1e-4},
-    "rollout": {"max_length": 128, "max_batch": 32},
+    "optimizer": {"lr": 3e-4},
+    "rollout": {"max_length": 160, "max_batch": 32},
     "drafter": {"window": 64},
-    "evaluation": {"prompts": 64},
+    "evaluation": {"prompts": 96},
     "checkpoint": {"every": 1000},
     "replay_last_step": True,
 }
