@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ratoon.errors import CheckpointError, ConfigError
+from ratoon.errors import CheckpointError
 from ratoon.loop.rl_step import RunContext
 from ratoon.models.directories import whole_directory
 from ratoon.observe.run_folder import RunFolder
@@ -45,20 +45,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint / STATE} is damaged ({error}); remove {checkpoint} to resume from the "
             "checkpoint before it"
         ) from None
-
-
-def refuse_finished(folder: RunFolder, steps: int) -> None:
-    """Refuse to go on with a run that has done all its steps.
-
-    Raises: ConfigError.
-    """
-    checkpoint = latest_checkpoint(folder)
-    done = read_state(checkpoint)["step"] if checkpoint is not None else 0
-    if done > steps or (done == steps and folder.summary.is_file()):
-        raise ConfigError(
-            f"`steps` = {steps}: the run in {folder.path} has done {done} steps already; raise "
-            "`steps` to go on with it"
-        )
 
 
 def save_checkpoint(run: RunContext, folder: RunFolder, step: int, keep: int) -> None:

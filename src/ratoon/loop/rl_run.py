@@ -17,7 +17,6 @@ from ratoon.config.rl import RLConfig
 from ratoon.drafter.model import choose_draft_vocabulary
 from ratoon.loop.checkpoints import (
     latest_checkpoint,
-    refuse_finished,
     restore,
     save_checkpoint,
 )
@@ -50,7 +49,6 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
 
     Raises: RatoonError of all kinds; whatever is raised, no process is left behind.
     """
-    refuse_finished(folder, config.steps)
     started = observer.clock.now()
     with _context(config, observer) as run:
         numerics = _report_numerics(run)

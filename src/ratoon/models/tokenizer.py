@@ -130,7 +130,7 @@ class Tokenizer:
                 "A system message needs a chat template, and none is used: the model has none or "
                 "it is switched off. Write the message into the prompts instead."
             )
-        plain = self._backend.encode(text, add_special_tokens=True)
+        plain = self._backend.encode(text, add_special_tokens=True, verbose=False)
         # A few tokenizers also close the text; a prompt stays open.
         return tuple(plain[:-1] if plain and plain[-1] == self._backend.eos_token_id else plain)
 

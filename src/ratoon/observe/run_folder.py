@@ -46,9 +46,9 @@ class RunFolder:
                 "give another `name`, remove the folder, or go on with that run by --resume"
             )
         folder = cls(path)
+        check_space(path, free_bytes)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            check_space(path, free_bytes)
             folder.completions.mkdir()
             folder.checkpoints.mkdir()
             write_atomically(folder.config, config_yaml)
@@ -65,7 +65,8 @@ class RunFolder:
         """Open the folder of an earlier run to go on with it, perhaps for more `steps`.
 
         Raises:
-            ConfigError: there is no run, or it was made with another configuration.
+            ConfigError: there is no run, it was made with another configuration, or has done all
+                its steps.
         """
         folder = cls(path)
         if not folder.config.is_file():
@@ -78,6 +79,7 @@ class RunFolder:
                 f"{'; '.join(changed)} in {folder.config}; a run is resumed with the settings it "
                 "began with, only `steps` may grow"
             )
+        folder._refuse_finished(yaml.safe_load(config_yaml).get("steps"))
         write_atomically(folder.config, config_yaml)
         return folder
 
@@ -144,6 +146,16 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
+    def _refuse_finished(self, steps: int | None) -> None:
+        done = max(
+            (int(p.name.rpartition("_")[2]) for p in self.checkpoints.glob("step_*")), default=0
+        )
+        if steps is not None and (done > steps or (done == steps and self.summary.is_file())):
+            raise ConfigError(
+                f"`steps` = {steps}: the run in {self.path} has done {done} steps already; raise "
+                "`steps` to go on with it"
+            )
+
     def _folders(self) -> tuple[Path, Path]:
         return self.completions, self.checkpoints
 
@@ -155,12 +167,13 @@ class RunFolder:
 
 
 def check_space(path: Path, needed_bytes: int) -> None:
-    """Make sure that the disk of `path` has room.
+    """Make sure that the disk of `path`, which need not exist, has room.
 
     Raises:
         CapabilityError: fewer than `needed_bytes` are free.
     """
-    free = shutil.disk_usage(path).free
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise CapabilityError(
             f"the disk of {path} has {free / 1e9:.2f} GB free, but the run needs about "
