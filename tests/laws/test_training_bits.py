@@ -59,6 +59,8 @@ def test_engine_and_trainer_agree_to_the_bit_shared_prompts_included() -> None:
     core = TrainerCore(
         decoder, OptimizerSettings(lr=0.0), temperature=TEMPERATURE, vocab_limit=VOCAB_LIMIT
     )
-    metrics = PolicyTrainer(core, PolicyLossSettings()).update(samples)
-    assert metrics["policy/engine_logprob_equal_frac"] == 1.0
-    assert metrics["policy/engine_logprob_diff_max"] == 0.0
+    trainer = PolicyTrainer(core, PolicyLossSettings())
+    for part in (samples, samples[:1], samples[4:8]):
+        metrics = trainer.update(part)
+        assert metrics["policy/engine_logprob_equal_frac"] == 1.0
+        assert metrics["policy/engine_logprob_diff_max"] == 0.0

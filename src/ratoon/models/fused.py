@@ -25,6 +25,12 @@ from torch.autograd.function import once_differentiable
 _BLOCK_ROWS = 128
 
 
+# oneDNN sums a bf16 product over more than so many columns in another order for few rows than for
+# one row or many.
+_ONE_SUM_COLUMNS = 384
+_EVEN_ROWS = 1024
+
+
 def block_rows(x: Tensor) -> int:
     """Rows of `x` to treat at a time: a cache-sized block on a CPU, all of them elsewhere."""
     return _BLOCK_ROWS if x.device.type == "cpu" else max(1, x.shape[0])
@@ -57,13 +63,27 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]
 
 
+def even_product(x: Tensor, weight: Tensor, even_rows: int = _EVEN_ROWS) -> Tensor:
+    """`x [T, D] @ weight [N, D].T`; in bf16 on a CPU a row's bits do not depend on T.
+
+    Few rows are computed as many, which is what the rollout engine's prepacked product is equal to.
+    """
+    num_rows, width = x.shape
+    is_even = num_rows >= even_rows or width <= _ONE_SUM_COLUMNS
+    if is_even or x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return F.linear(x, weight)
+    padded = x.new_zeros(even_rows, width)
+    padded[:num_rows] = x
+    return F.linear(padded, weight)[:num_rows]
+
+
 class _Linear(torch.autograd.Function):
-    """Linear map; see `_weight_grad`."""
+    """Linear map; see `even_product` and `_weight_grad`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+        return even_product(x, weight)
 
     @staticmethod
     @once_differentiable
@@ -157,7 +177,7 @@ class _SwiGLULinear(torch.autograd.Function):
         for block, target in zip(gate_up.split(size), hidden.split(size), strict=True):
             gate, up = block.chunk(2, dim=-1)
             torch.mul(F.silu(gate), up, out=target)
-        return F.linear(hidden, weight)
+        return even_product(hidden, weight)
 
     @staticmethod
     @once_differentiable

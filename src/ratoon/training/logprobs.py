@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ratoon.models.fused import sum_dtype, transposed
+from ratoon.models.fused import even_product, sum_dtype, transposed
 from ratoon.sampling.keyed_noise import COLUMNS
 
 # Rows of one product with the head where no gradient is needed, so that logits fit in memory.
 _PRODUCT_ROWS = 1024
+
+# A product with the head has its final bits from this many rows on; see `even_product`.
+_EVEN_ROWS = 512
 
 # Rows of one float32 softmax: 1.5 MB at a vocabulary of 49,152, which stays in cache.
 _SOFTMAX_ROWS = 8
@@ -95,7 +98,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[R]` and the `[R, V]` buffer: probabilities if `keep`, else logits."""
     dtype = sum_dtype(hidden.dtype)
-    buffer = torch.mm(hidden, weight.t())
+    buffer = even_product(hidden, weight, _EVEN_ROWS)
     logprobs = torch.empty(ids.shape, dtype=dtype, device=hidden.device)
     # Selection pads its rows to whole columns of noise; as wide here, sums have the same bits.
     width = -(-limit // COLUMNS) * COLUMNS
