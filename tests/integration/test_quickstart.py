@@ -1,0 +1,40 @@
+"""The quickstart on its tiny model, with fewer steps and shorter responses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratoon.cli.main import app
+from ratoon.loop import quickstart
+from ratoon.observe.summary import SUMMARY
+
+
+def test_one_command_trains_replays_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    sft, rl = quickstart.TINY_SFT, quickstart.TINY_RL
+    monkeypatch.setattr(quickstart, "TINY_SFT", sft | {"steps": 15})
+    shorter = {
+        "steps": 2,
+        "sampling": {"max_tokens": 32},
+        "algorithm": {"prompts_per_step": 4, "group_size": 4},
+        "evaluation": {"prompts": 8},
+    }
+    monkeypatch.setattr(quickstart, "TINY_RL", rl | shorter)
+    with pytest.raises(SystemExit) as left:
+        app(args=["quickstart", "--tiny", "--output", str(tmp_path / "run")])
+    assert left.value.code == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY.keys()
+    assert summary["tokens_identical"] is True or dtype != "bfloat16"
+    assert summary["responses_compared"] == 16
+    assert summary["rollout_speedup"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    shown = capsys.readouterr().out
+    assert "tokens_identical" in shown
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")

@@ -1,0 +1,213 @@
+"""Whole runs: what they leave, and what may not change their tokens, rewards and weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import yaml
+from lab import Lab, equal_bits, metrics_of, parameters_of, responses_of
+
+from ratoon.config import RLConfig, build_config
+from ratoon.drafter.checkpoint import load_drafter
+from ratoon.models.hf_io import load_decoder
+from ratoon.observe.run_folder import RunFolder
+from ratoon.observe.summary import SUMMARY
+from ratoon.observe.timeline import ACTIVITIES
+
+
+def same_tokens(one: RunFolder, other: RunFolder, step: int, dtype: str) -> None:
+    """All responses of a step are equal: keys, ids and, in invariant numerics, log-probabilities.
+
+    In float32 the last bits of a log-probability depend on the batch.
+    """
+    for a, b in zip(responses_of(one, step), responses_of(other, step), strict=True):
+        if dtype != "bfloat16":
+            assert a.pop("logprobs") == pytest.approx(b.pop("logprobs"), abs=1e-4)
+        assert a == b
+
+
+def test_a_run_leaves_everything_that_it_should(reference: RunFolder) -> None:
+    config = build_config(RLConfig, yaml.safe_load(reference.config.read_text()))
+    assert config.steps == 3
+    metrics = metrics_of(reference)
+    assert sorted(metrics) == [0, 1, 2, 3]
+    assert "eval/reward" in metrics[0]
+    assert "eval/reward" in metrics[3]
+    for step in (1, 2, 3):
+        assert metrics[step]["response/count"] == 16
+        assert metrics[step]["policy/tokens"] > 0
+        assert len(responses_of(reference, step)) == 16
+    assert len(responses_of(reference, 0, "eval")) == 6
+    assert len(responses_of(reference, 3, "eval")) == 6
+    names = [folder.name for folder in sorted(reference.checkpoints.iterdir())]
+    assert names == ["step_000001", "step_000002", "step_000003"]
+    assert not list(reference.path.rglob("*.part"))
+    assert not list(reference.path.rglob("*.tmp"))
+
+
+def test_the_trained_model_and_drafter_can_be_used_elsewhere(reference: RunFolder) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(reference.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(reference.model)
+    ids = torch.tensor([tokenizer("1 + 2").input_ids])
+    assert model(ids).logits.isfinite().all()
+    saved = dict(load_decoder(reference.model).named_parameters())
+    trained = parameters_of(reference, 3)
+    # The model is stored in bfloat16, or in the type that it came in.
+    assert all(
+        torch.equal(value.to(saved[name.removeprefix("master.")].dtype).float(), value)
+        or torch.allclose(saved[name.removeprefix("master.")].float(), value, atol=1e-2)
+        for name, value in trained.items()
+    )
+    drafter = load_drafter(reference.drafter)
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters())
+    assert any(parameter.count_nonzero() for parameter in drafter.parameters())
+
+
+def test_the_timeline_is_a_trace_of_both_workers(reference: RunFolder) -> None:
+    events = json.loads(reference.timeline.read_text())
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    assert set(lanes) == {"worker 0", "worker 1"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {span["name"] for span in spans} <= set(ACTIVITIES)
+    trained = [span for span in spans if span["name"] == "drafter_training"]
+    assert {span["tid"] for span in trained} == {lanes["worker 1"]}
+    assert {span["args"]["step"] for span in trained} == {1, 2, 3}
+    for lane in lanes.values():
+        mine = sorted((s for s in spans if s["tid"] == lane), key=lambda span: span["ts"])
+        ends = [span["ts"] + span["dur"] for span in mine]
+        assert all(span["ts"] >= end - 2 for span, end in zip(mine[1:], ends, strict=False))
+
+
+def test_the_summary_names_every_figure(reference: RunFolder, dtype: str) -> None:
+    summary = json.loads(reference.summary.read_text())
+    assert summary.keys() >= SUMMARY.keys()
+    unmeasured = {key for key in SUMMARY if summary[key] is None}
+    assert unmeasured == {"tokens_identical", "flips", "rollout_speedup", "step_speedup"}
+    assert summary["numerics"] == ("invariant" if dtype == "bfloat16" else "tolerant")
+    assert summary["spot_tokens"] > 0
+    assert 0 < summary["idle_fraction"] < 1
+
+
+@pytest.fixture(scope="session")
+def plain(reference: RunFolder, once, fine_tuned: RunFolder, dtype: str) -> RunFolder:
+    """Two steps on two workers without speculation."""
+    return RunFolder(
+        once(
+            "plain",
+            lambda path: Lab(path.parent, fine_tuned.model, dtype).rl(
+                path.name, "speculation.enabled=false"
+            ),
+        )
+    )
+
+
+CASES = [
+    (
+        "suffix on one worker",
+        ["speculation.drafters=[suffix]", "drafter={}", "spot.enabled=false", "workers.count=1"],
+    ),
+    ("both on one worker", ["workers.count=1", "speculation.depth=2", "speculation.beam=1"]),
+    ("learned", ["speculation.drafters=[learned]", "speculation.max_live_batch=3"]),
+    ("both, no spot training", ["spot.enabled=false", "rollout.max_batch=3"]),
+]
+
+
+def test_speculation_changes_no_token_and_no_weight(
+    reference: RunFolder, plain: RunFolder, dtype: str
+) -> None:
+    for step in (1, 2):
+        same_tokens(reference, plain, step, dtype)
+    same_tokens_of_evaluation = responses_of(reference, 0, "eval") == responses_of(plain, 0, "eval")
+    assert same_tokens_of_evaluation or dtype != "bfloat16"
+    if dtype == "bfloat16":
+        assert equal_bits(parameters_of(reference, 2), parameters_of(plain, 2))
+    assert metrics_of(reference)[1]["speculation/share"] > 0
+    assert metrics_of(plain)[1]["speculation/share"] == 0
+
+
+@pytest.mark.parametrize("overrides", [c for _, c in CASES], ids=[name for name, _ in CASES])
+def test_no_drafter_no_batch_and_no_worker_count_changes_a_token(
+    lab: Lab, plain: RunFolder, dtype: str, overrides: list[str]
+) -> None:
+    """With another number of workers the update's float sums differ, so step 1 is compared."""
+    other = lab.rl("other", *overrides)
+    same_tokens(plain, other, 1, dtype)
+    if "workers.count=1" not in overrides:
+        same_tokens(plain, other, 2, dtype)
+        # Spot training on and off among them: the policy's weights have the same bits.
+        assert dtype != "bfloat16" or equal_bits(parameters_of(plain, 2), parameters_of(other, 2))
+
+
+def test_without_a_learning_rate_nothing_is_learned(
+    lab: Lab, fine_tuned: RunFolder, plain: RunFolder
+) -> None:
+    run = lab.rl("still", "optimizer.lr=0", "algorithm.minibatches=2", "workers.count=1")
+    for step in (1, 2):
+        metrics = metrics_of(run)[step]
+        assert metrics["policy/ratio_mean"] == 1.0
+        assert metrics["policy/ratio_max"] == 1.0
+        assert metrics["policy/clip_frac"] == 0.0
+    start = dict(load_decoder(fine_tuned.model).named_parameters())
+    after = parameters_of(run, 2)
+    assert all(torch.equal(after[f"master.{name}"], value) for name, value in start.items())
+    # The noise is another one in each step, so that a policy that stands still still explores.
+    texts = [[row["token_ids"] for row in responses_of(run, step)] for step in (1, 2)]
+    assert texts[0] != texts[1]
+
+
+def test_unusual_sizes_work_together(lab: Lab) -> None:
+    """Fewer prompts than a step needs, groups larger than a batch of one, one worker, KL."""
+    run = lab.rl(
+        "odd",
+        "data.train.size=2",
+        "algorithm={name: dr_grpo, prompts_per_step: 3, group_size: 3, minibatches: 3}",
+        "algorithm.kl_coef=0.1",
+        "rollout.max_batch=1",
+        "rollout.prefill_chunk=3",
+        "spot.buffer_tokens=1024",
+        "workers.count=1",
+        "steps=1",
+        "data.eval=null",
+        "evaluation={}",
+    )
+    rows = responses_of(run, 1)
+    assert len({row["row"] for row in rows}) == 2
+    keys = {(row["row"], row["sample"]) for row in rows}
+    assert len(keys) == 9
+    twice = [row for row in rows if sum(r["row"] == row["row"] for r in rows) == 6]
+    assert sorted(row["sample"] for row in twice) == [0, 1, 2, 3, 4, 5]
+    assert len({tuple(row["token_ids"]) for row in twice}) > 1
+    assert metrics_of(run)[1]["policy/kl"] >= 0
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    lab: Lab, reference: RunFolder, dtype: str
+) -> None:
+    lab.rl("resumed", "steps=1")
+    run = lab.rl("resumed", "steps=3", resume=True)
+    metrics, expected = metrics_of(run), metrics_of(reference)
+    assert sorted(metrics) == [0, 1, 2, 3]
+    for step in (1, 2, 3):
+        same_tokens(reference, run, step, dtype)
+        assert metrics[step]["reward/mean"] == expected[step]["reward/mean"]
+        if dtype == "bfloat16":
+            assert metrics[step]["policy/grad_norm"] == expected[step]["policy/grad_norm"]
+    if dtype == "bfloat16":
+        assert equal_bits(parameters_of(reference, 3), parameters_of(run, 3))
+    summary = json.loads(run.summary.read_text())
+    before = json.loads(reference.summary.read_text())
+    for key in ("reward_before", "reward_after", "reward_diff_stderr"):
+        assert summary[key] == before[key]
+    assert "steps 2 to 3" in summary["notes"][0]
+
+
+def test_a_fixed_number_of_drafter_steps_gives_the_same_drafter_twice(lab: Lab) -> None:
+    fixed = ["spot.deterministic_steps=3", "rollout.max_batch=4"]
+    runs = [lab.rl(name, *fixed) for name in ("one", "other")]
+    assert metrics_of(runs[0])[2]["drafter/optimizer_steps"] == 3
+    one, other = (load_drafter(run.drafter).state_dict() for run in runs)
+    assert equal_bits(one, other)
