@@ -198,6 +198,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
             assert metrics[step]["policy/grad_norm"] == expected[step]["policy/grad_norm"]
     if dtype == "bfloat16":
         assert equal_bits(parameters_of(reference, 3), parameters_of(run, 3))
+    assert all(tensor.count_nonzero() for tensor in load_drafter(run.drafter).parameters())
     summary = json.loads(run.summary.read_text())
     before = json.loads(reference.summary.read_text())
     for key in ("reward_before", "reward_after", "reward_diff_stderr"):
