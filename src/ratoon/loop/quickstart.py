@@ -55,7 +55,7 @@ TINY_TASK = {"kind": "arithmetic", "max_terms": 8, "max_value": 5}
 TINY_SFT: dict[str, Any] = {
     "seed": 1,
     "data": {"train": TINY_TASK | {"size": 4000, "seed": 1}, "chat_template": False},
-    "steps": 400,
+    "steps": 560,
     "max_length": 160,
     "optimizer": {"lr": 3e-3, "warmup_steps": 10, "schedule": "linear"},
     "update": {"batch_tokens": 640, "micro_batch_tokens": 640},
@@ -63,19 +63,19 @@ TINY_SFT: dict[str, Any] = {
 }
 TINY_RL: dict[str, Any] = {
     "seed": 1,
-    "steps": 10,
+    "steps": 24,
     "data": {
         "train": TINY_TASK | {"size": 1000, "seed": 2},
-        "eval": TINY_TASK | {"size": 96, "seed": 3},
+        "eval": TINY_TASK | {"size": 128, "seed": 3},
         "chat_template": False,
     },
     "rewards": [{"kind": "number"}],
     "sampling": {"max_tokens": 128},
-    "algorithm": {"prompts_per_step": 8, "group_size": 8},
-    "optimizer": {"lr": 3e-4},
-    "rollout": {"max_length": 160, "max_batch": 32},
+    "algorithm": {"prompts_per_step": 16, "group_size": 8},
+    "optimizer": {"lr": 1.5e-4},
+    "rollout": {"max_length": 192, "max_batch": 32},
     "drafter": {"window": 64},
-    "evaluation": {"prompts": 96},
+    "evaluation": {"prompts": 128},
     "checkpoint": {"every": 1000},
     "replay_last_step": True,
 }
