@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import yaml
-from lab import Lab, equal_bits, metrics_of, parameters_of, responses_of
+from lab import Faults, Lab, equal_bits, metrics_of, parameters_of, responses_of
 
 from ratoon.config import RLConfig, build_config
 from ratoon.drafter.checkpoint import load_drafter
@@ -185,8 +185,9 @@ def test_unusual_sizes_work_together(lab: Lab) -> None:
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
-    lab: Lab, reference: RunFolder, dtype: str
+    lab: Lab, faults: Faults, reference: RunFolder, dtype: str
 ) -> None:
+    faults.hold_tail()
     lab.rl("resumed", "steps=1")
     run = lab.rl("resumed", "steps=3", resume=True)
     metrics, expected = metrics_of(run), metrics_of(reference)
@@ -198,6 +199,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
             assert metrics[step]["policy/grad_norm"] == expected[step]["policy/grad_norm"]
     if dtype == "bfloat16":
         assert equal_bits(parameters_of(reference, 3), parameters_of(run, 3))
+    # The drafter goes on from where it was, too.
+    steps = sum(metrics[step]["drafter/optimizer_steps"] for step in (1, 2, 3))
+    assert json.loads((run.drafter / "trainer.json").read_text())["step"] == steps
     assert all(tensor.count_nonzero() for tensor in load_drafter(run.drafter).parameters())
     summary = json.loads(run.summary.read_text())
     before = json.loads(reference.summary.read_text())
