@@ -87,7 +87,7 @@ def test_switching_a_feature_off_drops_what_the_file_says_about_it(tmp_path: Pat
         ("sampling.max_tokens=0", ["sampling.max_tokens", "0", "greater than or equal to 1"]),
         ("sampling.temperature=0", ["sampling.temperature", "group_size = 8", "> 0"]),
         ("sampling.top_p=0.9", ["top_p", "policy itself"]),
-        ("sampling.max_tokens=5000", ["sampling.max_tokens", "rollout.max_length = 1024"]),
+        ("sampling.max_tokens=5000", ["sampling.max_tokens", "rollout.max_length = 1100"]),
         ("algorithm.name=ppo", ["algorithm.name", "'ppo'", "'grpo' or 'dr_grpo'"]),
         ("algorithm.group_size=1", ["algorithm.group_size", "2"]),
         ("algorithm.kl_estimator=k1", ["kl_estimator", "no effect", "kl_coef"]),
@@ -95,6 +95,10 @@ def test_switching_a_feature_off_drops_what_the_file_says_about_it(tmp_path: Pat
         ("spot={enabled: false, buffer_tokens: 2048}", ["spot.buffer_tokens", "no effect"]),
         ("speculation={enabled: false, depth: 3}", ["speculation.depth", "no effect"]),
         ("speculation.budget=3", ["budget = 3", "depth = 4"]),
+        (
+            "spot={buffer_tokens: 1024, publish_every_steps: 1}",
+            ["rollout.max_length = 1100", "spot.buffer_tokens = 1024"],
+        ),
         ("data.eval=null", ["evaluation.every", "data.eval is null"]),
         ("data.chat_template=false", ["data.system_prompt", "no effect"]),
         ("data.train.kind=parquet", ["data.train", "'jsonl', 'reasoning_gym', 'arithmetic'"]),
@@ -120,6 +124,7 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(
     values = rl_values(tmp_path)
     values["data"]["system_prompt"] = "Think."
     values["evaluation"] = {"every": 5}
+    values["rollout"] = {"max_length": 1100}
     path = write(tmp_path, values)
     load_config(RLConfig, path)
     with pytest.raises(ConfigError) as error:

@@ -170,6 +170,11 @@ class RLConfig(Settings):
                 f"spot.enabled = true would have no effect because {why}; set it to false",
             )
         require(
+            not self.spot.enabled or self.rollout.max_length <= self.spot.buffer_tokens,
+            f"rollout.max_length = {self.rollout.max_length} must be <= spot.buffer_tokens = "
+            f"{self.spot.buffer_tokens}, or the drafter cannot keep the longest response",
+        )
+        require(
             self.speculation.enabled or not self.replay_last_step,
             "replay_last_step would compare nothing because speculation.enabled is false; "
             "set it to false",
