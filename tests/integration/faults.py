@@ -163,6 +163,6 @@ if __name__ == "__main__":
     local.worker = faults  # type: ignore[assignment]
     from ratoon.cli.main import main as command_line
 
-    # What is started in the background of a shell inherits an ignored Ctrl-C; a terminal's does not.
+    # A shell's background process inherits an ignored Ctrl-C; one of a terminal does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command_line()
