@@ -153,13 +153,13 @@ def test_all_tokens_are_covered_equally_to_within_two_passes() -> None:
 def test_a_short_sample_does_not_fill_up_every_slice_of_a_long_one() -> None:
     buffer = DataBuffer(1000, seed=0)
     buffer.begin_step(1, HEAD)
-    buffer.add(make_sample(0, 210))
+    buffer.add(make_sample(0, 60))
     buffer.add(make_sample(1, 5))
     counts = [0, 0]
     for _ in range(60):
         for piece in buffer.draw(50, 1000, 8):
             counts[piece.sample.uid[0]] += piece.count
-    assert counts[1] / 5 <= counts[0] / 210 + 2
+    assert counts[1] / 5 <= counts[0] / 60 + 2
 
 
 def test_a_sample_that_arrives_late_is_mixed_with_the_others() -> None:
