@@ -290,10 +290,15 @@ def guided(world: World, requests: Sequence[Request], max_rows: int, **options: 
     return drafting
 
 
+@pytest.mark.parametrize("prefill_chunk", [PREFILL_CHUNK, 100])
 @pytest.mark.parametrize("max_rows", [3, 16])
-def test_plain_decoding_does_not_depend_on_the_batch(world: World, max_rows: int) -> None:
+def test_plain_decoding_does_not_depend_on_the_batch(
+    world: World, max_rows: int, prefill_chunk: int
+) -> None:
+    """Neither on the decoding batch nor on which prompts are prefilled together."""
     requests = make_requests()
-    world.check(completions(run(world.engine(max_rows=max_rows), requests)), requests)
+    engine = world.engine(max_rows=max_rows, prefill_chunk=prefill_chunk)
+    world.check(completions(run(engine, requests)), requests)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 16])
@@ -461,7 +466,10 @@ def test_arrival_order_and_time_change_no_token(world: World) -> None:
     world.check(completions(finished), requests)
 
 
-def test_collected_states_are_those_of_a_forward_over_the_finished_text(world: World) -> None:
+@pytest.mark.parametrize("prefill_chunk", [PREFILL_CHUNK, 100])
+def test_collected_states_are_those_of_a_forward_over_the_finished_text(
+    world: World, prefill_chunk: int
+) -> None:
     """The drafter's training data: features of each token but the last, in their places."""
     requests = make_requests()
     engine = world.engine(
@@ -469,6 +477,7 @@ def test_collected_states_are_those_of_a_forward_over_the_finished_text(world: W
         drafting=guided(world, requests, 4),
         rule=rule_of([TREE, CHAIN, PLAIN]),
         collect=True,
+        prefill_chunk=prefill_chunk,
     )
     finished = run(engine, requests)
     world.check(completions(finished), requests)

@@ -210,6 +210,34 @@ def test_a_groups_prompt_is_computed_once() -> None:
     assert counts == [8, 8, 8, 5]
 
 
+def test_short_prompts_are_computed_together() -> None:
+    prompts = [tuple(range(1, length + 1)) for length in (5, 9, 2, 1, 9, 30, 4, 6)]
+    prompts[4] = prompts[1]
+    requests = [request(prompt, 4, row=row) for row, prompt in enumerate(prompts)]
+    alone = [run(make_engine(max_rows=1), item)[0].completion for item in requests]
+    engine = make_engine(max_rows=8, prefill_chunk=36)
+    counts = count_forwards(engine)
+    for item in requests:
+        engine.submit(item)
+    while engine.num_waiting:
+        engine.step()
+    # 4 prompts of up to 8 tokens, the fifth being one of them; the long one; the last two.
+    assert counts == [4 * 8, 29, 2 * 5]
+    found = []
+    while engine.has_work:
+        found += engine.step()
+    assert [answers(found)[item.key] for item in requests] == alone
+
+
+def test_prompts_are_computed_together_only_for_rows_that_are_free() -> None:
+    engine = make_engine(max_rows=2, prefill_chunk=64)
+    counts = count_forwards(engine)
+    for row in range(4):
+        engine.submit(request((1, 2, 3, row), 3, row=row))
+    engine.step()
+    assert counts == [2 * 3]
+
+
 def test_members_that_come_later_use_the_prompt_of_those_that_wait() -> None:
     engine = make_engine(max_rows=1, prefill_chunk=64)
     counts = count_forwards(engine)

@@ -149,7 +149,7 @@ class Laboratory:
         key = DrawKey(seed=0, stream=Stream.EVAL, round=0, dataset="numerics", row=0, sample=0)
         prompt = tuple(self._tokens[0, : context + 1].tolist())
         queue.push(Request(key, prompt, max_tokens=1, eos_ids=()))
-        while queue.advance(0) is None:
+        while queue.advance(0, 1) is None:
             pass
         entries = cache.read_row(0, context)
         self._prefilled = (context, chunk, entries)

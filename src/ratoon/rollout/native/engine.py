@@ -170,7 +170,7 @@ class RolloutEngine:
 
     def _admit(self) -> None:
         slot = self.rows.num_live
-        request = self._queue.advance(slot)
+        request = self._queue.advance(slot, self._max_rows - slot)
         self._stats.prefill_steps += 1
         self._prefilling = request is None
         if request is None:
