@@ -190,7 +190,7 @@ def test_metrics_name_what_was_trained() -> None:
     assert len(metrics.acceptance) == len(metrics.kl) == len(metrics.top1) == OPTIONS.unroll
     assert all(0 <= value <= 1 for value in (*metrics.acceptance, *metrics.top1))
     mixed = sum(
-        weight * (kl + 1 - accepted) * rows
+        weight * (kl + OPTIONS.tv_weight * (1 - accepted)) * rows
         for weight, kl, accepted, rows in zip(
             (1, 0.8), metrics.kl, metrics.acceptance, (40, 38), strict=True
         )

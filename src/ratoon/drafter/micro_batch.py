@@ -61,7 +61,7 @@ class MicroBatch:
         """
         parts = [_Part(piece, unroll, window, stride) for piece in slices]
         queries = _Pairs([(part, *part.queries) for part in parts], -1, multiple)
-        context = _Pairs([(part, *part.context) for part in parts], -2, multiple)
+        context = _Pairs([(part, *part.context) for part in parts], -2, 4 * multiple)
         teacher_rows, valid, deep_columns = [], [], []
         columns = teachers = 0
         for part in parts:

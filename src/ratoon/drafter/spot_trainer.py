@@ -21,7 +21,7 @@ from ratoon.drafter.trainer import DrafterTrainer, StepMetrics
 from ratoon.errors import ConfigError
 
 # Micro-batches are padded to multiples of this, for few sizes of matrices.
-ROW_MULTIPLE = 64
+ROW_MULTIPLE = 32
 
 Publish = Callable[[dict[str, Tensor], int, str], None]
 

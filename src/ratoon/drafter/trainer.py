@@ -50,19 +50,19 @@ class TrainerOptions:
     learning rate rises over `warmup_steps` and then stays.
     """
 
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     warmup_steps: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     unroll: int = 4
     step_decay: float = 0.8
-    deep_stride: int = 2
+    deep_stride: int = 4
     loss: LossKind = "hybrid"
-    tv_weight: float = 1.0
+    tv_weight: float = 3.0
     temperature: float = 1.0
     micro_tokens: int = 256
-    batch_tokens: int = 512
+    batch_tokens: int = 256
     compute_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
