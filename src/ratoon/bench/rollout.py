@@ -1,7 +1,8 @@
 """Speed of decoding: plain against transformers, speculative against plain, and where time goes.
 
-One thread, bf16, temperature 1, prompts of the quickstart's task, and speculation as the
-configuration's defaults have it for the live batch. Speculative and plain arms decode the same
+One thread in a process like a run's workers, bf16, temperature 1, prompts of the quickstart's task
+(each once, so that no sibling's text helps), and speculation as the configuration's defaults have
+it for the live batch. Speculative and plain arms decode the same
 responses (the tokens are compared) at a constant live batch: a finished row is replaced at once,
 and only decode steps count. Each speculative arm starts from the same state of calibration and
 suffix index, which has never seen its prompts.
@@ -19,7 +20,7 @@ import torch
 
 from ratoon.bench.intervals import median_interval
 from ratoon.bench.subject import MAX_TOKENS, Decoded, Subject, decode, load_subject
-from ratoon.bench.timing import Stopwatch, interleaved, one_thread, ratio_interval
+from ratoon.bench.timing import Stopwatch, interleaved, ratio_interval, worker_process
 from ratoon.errors import CapabilityError
 from ratoon.observe.provenance import provenance
 from ratoon.rollout.native import engine as engine_module
@@ -31,7 +32,7 @@ LIVE_BATCHES = (1, 2, 4, 8, 16)
 BARRED = (1, 2, 4)
 PLAIN_BAR, SPECULATIVE_BAR, SELECTION_BAR = 1.5, 1.3, 0.08
 
-GENERATED = 24
+GENERATED = 48
 PROFILED_STEPS = 20
 
 
@@ -46,11 +47,16 @@ def run(
     Raises: CheckpointError if model or drafter cannot be read, CapabilityError without
     transformers.
     """
-    with one_thread():
-        subject = load_subject(model, drafter)
-        against_transformers = _against_transformers(subject, rounds, seed)
-        speculative, identical, entropy = _speculative(subject, rounds)
-        parts, selection = _parts(subject)
+    with worker_process() as process:
+        measured = process.submit(_measure, model, drafter, rounds, seed).result()
+    return {**measured, "provenance": provenance(seed)}
+
+
+def _measure(model: Path, drafter: Path | None, rounds: int, seed: int) -> dict[str, Any]:
+    subject = load_subject(model, drafter)
+    against_transformers = _against_transformers(subject, rounds, seed)
+    speculative, identical, entropy = _speculative(subject, rounds)
+    parts, selection = _parts(subject)
     barred = [row["low"] for row in speculative if row["live_batch"] in BARRED]
     return {
         "benchmark": "rollout",
@@ -69,7 +75,6 @@ def run(
             f"speculative >= {SPECULATIVE_BAR}x": min(barred) >= SPECULATIVE_BAR,
             f"selection <= {SELECTION_BAR}": selection["high"] <= SELECTION_BAR,
         },
-        "provenance": provenance(seed),
     }
 
 

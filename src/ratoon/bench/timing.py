@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from ratoon.bench.intervals import median_interval
+from ratoon.cluster.local import ENVIRONMENT
 
 T = TypeVar("T")
 
@@ -71,11 +75,20 @@ class Stopwatch:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """One computing thread while the context lasts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def worker_process() -> Iterator[ProcessPoolExecutor]:
+    """A process with the environment of a run's workers (huge pages, one thread) to measure in."""
+    added = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    saved = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
     try:
-        yield
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as pool:
+            # A process starts with its first job.
+            pool.submit(torch.get_num_threads).result()
+            yield pool
     finally:
-        torch.set_num_threads(threads)
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
