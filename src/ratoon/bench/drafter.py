@@ -20,7 +20,7 @@ from torch import Tensor
 from ratoon.bench.intervals import median_interval
 from ratoon.drafter.data_buffer import DataBuffer, Sample
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
-from ratoon.drafter.spot_trainer import SpotTrainer
+from ratoon.drafter.spot_trainer import SpotSession, SpotTrainer
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
 from ratoon.models.decoder import DecoderConfig, apply_rope
 from ratoon.observe.provenance import provenance
@@ -142,6 +142,22 @@ def _copy_of(drafter: Eagle3Drafter) -> Eagle3Drafter:
     return copy
 
 
+def spot_session(options: TrainerOptions, seed: int) -> SpotSession:
+    """A session of drafter training that never ends by itself, on random values."""
+    torch.manual_seed(seed)
+    return _session(*_random_drafter(), options, seed)
+
+
+def _session(
+    drafter: Eagle3Drafter, embedding: Tensor, head: Tensor, options: TrainerOptions, seed: int
+) -> SpotSession:
+    trainer = DrafterTrainer(_copy_of(drafter), options)
+    trainer.set_embedding(embedding)
+    buffer = _filled_buffer(head, seed)
+    spot = SpotTrainer(trainer, buffer, lambda *_: None, publish_every=1_000_000)
+    return spot.start(lambda: False)
+
+
 def _spot_arm(
     drafter: Eagle3Drafter,
     embedding: Tensor,
@@ -151,12 +167,8 @@ def _spot_arm(
     seed: int,
 ) -> Callable[[], float]:
     """One optimizer step per call; appends the time of each piece to `pieces`."""
-    trainer = DrafterTrainer(_copy_of(drafter), options)
-    trainer.set_embedding(embedding)
-    spot = SpotTrainer(
-        trainer, _filled_buffer(head, seed), lambda *_: None, publish_every=1_000_000
-    )
-    session = spot.start(lambda: False)
+    session = _session(drafter, embedding, head, options, seed)
+    trainer = session.trainer
 
     def step() -> float:
         before, tokens = trainer.step, trainer.tokens

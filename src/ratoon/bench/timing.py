@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.context import SpawnContext
 from typing import Any, TypeVar
 
 import torch
@@ -75,20 +76,28 @@ class Stopwatch:
 
 
 @contextmanager
-def worker_process() -> Iterator[ProcessPoolExecutor]:
-    """A process with the environment of a run's workers (huge pages, one thread) to measure in."""
+def worker_environment() -> Iterator[SpawnContext]:
+    """Where processes start like a run's workers: with huge pages and one thread."""
     added = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     saved = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as pool:
-            # A process starts with its first job.
-            pool.submit(torch.get_num_threads).result()
-            yield pool
+        yield multiprocessing.get_context("spawn")
     finally:
         for name, value in saved.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def worker_process() -> Iterator[ProcessPoolExecutor]:
+    """A process like a run's workers to measure in."""
+    with (
+        worker_environment() as context,
+        ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as pool,
+    ):
+        # A process starts with its first job.
+        pool.submit(torch.get_num_threads).result()
+        yield pool

@@ -48,6 +48,16 @@ def train_drafter(rounds: Rounds = 9, as_json: AsJson = False) -> None:
     _show(lambda: run(rounds), as_json)
 
 
+@app.command("neighbour")
+def neighbour(
+    model: Model = _MODEL, drafter: Drafter = None, rounds: Rounds = 9, as_json: AsJson = False
+) -> None:
+    """Decoding beside drafter training on the next core: the share of speed lost."""
+    from ratoon.bench.neighbour import run
+
+    _show(lambda: run(model, drafter=drafter, rounds=rounds), as_json)
+
+
 def _show(measure: Callable[[], dict[str, Any]], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(measure(), indent=2))

@@ -84,14 +84,18 @@ class Drafter(Settings):
         512, ge=16, description="The drafter sees this much of the context. Tokens."
     )
     unroll: int = Field(
-        2, ge=1, le=8, description="Training follows the drafter's own output so many steps."
+        4,
+        ge=1,
+        le=8,
+        description="Training follows the drafter's own output so many steps. Below "
+        "`speculation.depth` the deeper guesses are untrained and mostly wrong.",
     )
-    lr: float = Field(5e-4, gt=0, lt=1, description="Learning rate of its AdamW.")
-    batch_tokens: int = Field(512, ge=32, description="Tokens in one optimizer step.")
+    lr: float = Field(1e-3, gt=0, lt=1, description="Learning rate of its AdamW.")
+    batch_tokens: int = Field(256, ge=32, description="Tokens in one optimizer step.")
     loss: Literal["kl", "tv", "hybrid"] = Field(
         "hybrid",
         description="`kl` imitates the policy's distribution, `tv` raises the chance of a match, "
-        "`hybrid` is their sum.",
+        "`hybrid` is `kl` + 3 `tv`.",
     )
 
 

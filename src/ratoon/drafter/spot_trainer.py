@@ -109,6 +109,11 @@ class SpotSession:
         spot.trainer.discard()
 
     @property
+    def trainer(self) -> DrafterTrainer:
+        """The trainer that this session drives."""
+        return self._spot.trainer
+
+    @property
     def is_closed(self) -> bool:
         """Whether the session stopped; a closed session does nothing more."""
         return self._report is not None
@@ -123,7 +128,7 @@ class SpotSession:
         if self._is_over():
             self.close()
             return False
-        trainer = self._spot.trainer
+        trainer = self.trainer
         if self._spot.unpublished_steps >= self._spot.publish_every:
             self._spot.publish()
             self._published += 1
@@ -142,7 +147,7 @@ class SpotSession:
     def close(self) -> SpotReport:
         """Stop now, drop the gradient gathered, and say what was done; idempotent."""
         if self._report is None:
-            trainer = self._spot.trainer
+            trainer = self.trainer
             self._report = SpotReport(
                 steps=len(self._metrics),
                 tokens=sum(metrics.tokens for metrics in self._metrics),
@@ -159,7 +164,7 @@ class SpotSession:
         return self._should_stop() if steps is None else len(self._metrics) >= steps
 
     def _micro_step(self) -> bool:
-        trainer, options = self._spot.trainer, self._spot.trainer.options
+        trainer, options = self.trainer, self.trainer.options
         window = trainer.drafter.config.window
         slices = self._spot.buffer.draw(
             options.micro_rows, 4 * options.micro_tokens, window, unroll=options.unroll

@@ -1,0 +1,123 @@
+"""How much a decoding worker is slowed by a drafter trained on the next core.
+
+Two processes like a run's workers, one thread each. One decodes the quickstart's prompts at a
+constant live batch; the other waits or trains the drafter, by turns in interleaved rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ratoon.bench.drafter import spot_session
+from ratoon.bench.intervals import median_interval
+from ratoon.bench.subject import Subject, decode, load_subject
+from ratoon.bench.timing import interleaved, ratio_interval, worker_environment, worker_process
+from ratoon.drafter.trainer import TrainerOptions
+from ratoon.observe.provenance import provenance
+
+LIVE_BATCHES = (1, 4)
+BAR = 0.03
+
+
+def run(
+    model: Path, *, drafter: Path | None = None, rounds: int = 9, seed: int = 0
+) -> dict[str, Any]:
+    """Measure in interleaved rounds; JSON values. About three minutes for nine rounds.
+
+    `slowdown` is the share of speed lost beside a training neighbour against the mean of two
+    measurements beside a waiting one, with a bootstrap interval; `between_waiting` is the same
+    between those two: how much the machine itself moves. The bar is met by the upper end.
+
+    Raises: CheckpointError if model or drafter cannot be read.
+    """
+    with _neighbour(seed) as neighbour, worker_process() as process:
+        rows = _rows(process.submit(_measure, model, drafter, rounds, neighbour).result())
+    return {
+        "benchmark": "neighbour",
+        "model": model.name,
+        "rows": rows,
+        "bars_met": {f"slowdown <= {BAR}": max(row["high"] for row in rows) <= BAR},
+        "provenance": provenance(seed),
+    }
+
+
+def _measure(
+    model: Path, drafter: Path | None, rounds: int, neighbour: Connection
+) -> dict[str, list[float]]:
+    """Tokens per second of each arm by round, in the decoding process."""
+    subject = load_subject(model, drafter)
+    arms: dict[str, Callable[[int], float]] = {}
+    for size in LIVE_BATCHES:
+        arms[f"waiting {size}"] = partial(_rate, subject, size)
+        arms[f"training {size}"] = partial(_rate_beside, subject, size, neighbour)
+        arms[f"again {size}"] = partial(_rate, subject, size)
+    return interleaved(arms, rounds)
+
+
+def _rate(subject: Subject, size: int, number: int) -> float:
+    return decode(subject, size, number, subject.drafting(size)).rate
+
+
+def _rate_beside(subject: Subject, size: int, neighbour: Connection, number: int) -> float:
+    neighbour.send("train")
+    neighbour.recv()
+    try:
+        return _rate(subject, size, number)
+    finally:
+        neighbour.send("wait")
+        neighbour.recv()
+
+
+def _rows(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
+    rows = []
+    for size in LIVE_BATCHES:
+        waiting, training, again = (
+            rates[f"{name} {size}"] for name in ("waiting", "training", "again")
+        )
+        both = [(one + other) / 2 for one, other in zip(waiting, again, strict=True)]
+        kept, moved = ratio_interval(training, both), ratio_interval(again, waiting)
+        rows.append(
+            {
+                "live_batch": size,
+                "tokens_per_s": median_interval(both)["median"],
+                "slowdown": 1 - kept["median"],
+                "low": 1 - kept["high"],
+                "high": 1 - kept["low"],
+                "between_waiting": 1 - moved["median"],
+            }
+        )
+    return rows
+
+
+@contextmanager
+def _neighbour(seed: int) -> Iterator[Connection]:
+    """A process that trains a drafter when told to."""
+    with worker_environment() as context:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_train_on_demand, args=(theirs, seed), daemon=True)
+        process.start()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def _train_on_demand(orders: Connection, seed: int) -> None:
+    torch.set_num_threads(1)
+    session = spot_session(TrainerOptions(), seed)
+    while True:
+        if orders.recv() == "train":
+            session.run_once()
+            orders.send("training")
+            while not orders.poll():
+                session.run_once()
+        else:
+            orders.send("waiting")
