@@ -9,9 +9,9 @@ Shape letters: T packed tokens, D width, H query heads, G key/value heads, E hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,30 @@ class RMSNorm(nn.Module):
         return fused.rms_norm(x, self.weight, self.eps)
 
 
+class BlockWeights(NamedTuple):
+    """What one layer computes with; None where the family has no such tensor.
+
+    Shapes: `qkv [(H + 2 G) E, D]` holds queries, keys and values in this order, `out [D, H E]`,
+    `up [2 M, D]` holds the gate above the values it gates (`[M, D]` where there is no gate),
+    `down [D, M]`; norms `[D]` or, of queries and keys, `[E]`; a bias has its matrix's rows.
+    """
+
+    input_norm: Tensor
+    input_norm_bias: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    post_norm_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
 class Block(nn.Module):
     """One pre-norm layer: grouped-query attention, then a SwiGLU MLP."""
 
@@ -108,16 +132,48 @@ class Block(nn.Module):
         self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Tensor, rope: Tensor, plan: DocumentPlan) -> Tensor:
-        """Map `x [T, D]`; `rope [2, T, 1, E]` holds cosines and sines of each token."""
-        attended = self._attend(self.input_norm(x), rope, plan)
-        x = x + fused.linear(attended, self.o_proj.weight)
-        gate_up = fused.linear(self.post_norm(x), self.gate_up_proj.weight)
-        return x + fused.swiglu_linear(gate_up, self.down_proj.weight)
+    def weights(self) -> BlockWeights:
+        """This layer's parameters themselves, not copies."""
+        return BlockWeights(
+            input_norm=self.input_norm.weight,
+            input_norm_bias=None,
+            qkv=self.qkv_proj.weight,
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            out=self.o_proj.weight,
+            out_bias=None,
+            post_norm=self.post_norm.weight,
+            post_norm_bias=None,
+            up=self.gate_up_proj.weight,
+            up_bias=None,
+            down=self.down_proj.weight,
+            down_bias=None,
+        )
 
-    def _attend(self, x: Tensor, rope: Tensor, plan: DocumentPlan) -> Tensor:
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        projected = fused.linear(x, self.qkv_proj.weight).unflatten(-1, (-1, self.config.head_dim))
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor,
+        plan: DocumentPlan,
+        select: Callable[[BlockWeights], BlockWeights] | None = None,
+    ) -> Tensor:
+        """Map `x [T, D]`; `rope [2, T, 1, E]` holds cosines and sines of each token.
+
+        `select` is applied to the layer's weights first, so that a layer computes with some of its
+        heads and neurons; then `plan` is of as many heads. It is called here, and not by the
+        caller, since sharded parameters are whole inside a forward only.
+        """
+        weights = self.weights() if select is None else select(self.weights())
+        eps = self.config.rms_norm_eps
+        attended = self._attend(fused.rms_norm(x, weights.input_norm, eps), weights, rope, plan)
+        x = x + fused.linear(attended, weights.out)
+        gate_up = fused.linear(fused.rms_norm(x, weights.post_norm, eps), weights.up)
+        return x + fused.swiglu_linear(gate_up, weights.down)
+
+    def _attend(self, x: Tensor, weights: BlockWeights, rope: Tensor, plan: DocumentPlan) -> Tensor:
+        heads, kv_heads = plan.num_heads, plan.num_kv_heads
+        projected = fused.linear(x, weights.qkv).unflatten(-1, (-1, self.config.head_dim))
         rotary, value = projected.split((heads + kv_heads, kv_heads), dim=1)
         return document_attention(apply_rope(rotary, *rope), value, plan)
 
@@ -150,9 +206,8 @@ class Decoder(nn.Module):
         Shapes: returns the final-norm states `[T, D]` and, for each layer index in `taps`, the
         input of that layer `[T, D]`.
         """
-        x = fused.embed(batch.ids, self.embed_tokens.weight)
-        table = rope_table(self.config, batch.longest, x.dtype).to(x.device)
-        rope = table[:, batch.positions].unsqueeze(2)
+        x = self.embed(batch)
+        rope = self.rope(batch, x.dtype)
         plan = plan_documents(batch, self.config.num_heads, self.config.num_kv_heads)
         tapped = []
         for index, layer in enumerate(self.layers):
@@ -160,3 +215,12 @@ class Decoder(nn.Module):
                 tapped.append(x)
             x = layer(x, rope, plan)
         return self.norm(x), tapped
+
+    def embed(self, batch: PackedBatch) -> Tensor:
+        """The first layer's input `[T, D]`."""
+        return fused.embed(batch.ids, self.embed_tokens.weight)
+
+    def rope(self, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines `[2, T, 1, E]` of all tokens, on the batch's device."""
+        table = rope_table(self.config, batch.longest, dtype).to(batch.ids.device)
+        return table[:, batch.positions].unsqueeze(2)
