@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from ratoon.cli import bench, config, doctor, models, quickstart, report, rl, sft
+from ratoon.cli import bench, config, data, doctor, models, quickstart, report, rl, sft
 from ratoon.errors import RatoonError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
@@ -76,6 +76,7 @@ app.command("sft")(sft.sft)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
+app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 

@@ -87,6 +87,23 @@ class Tokenizer:
         # Not verbose: what is too long for the model is refused with a message of our own.
         return tuple(self._backend.encode(text, add_special_tokens=False, verbose=False))
 
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts; special tokens spelt out in them are text like any other."""
+        found: list[list[int]] = self._backend(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
+        return found
+
+    @property
+    def document_end_id(self) -> int:
+        """The id that ends a document in pretraining, which need not end a turn of a chat."""
+        end: int | None = self._backend.eos_token_id
+        return self.end_id if end is None else end
+
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Text of `ids`, without special tokens unless asked for."""
         text: str = self._backend.decode(
