@@ -1,0 +1,1 @@
+"""Evolving subnetwork training: subnetworks, how they are drawn, when they grow, what they cost."""
