@@ -159,7 +159,7 @@ def test_a_converted_model_computes_what_the_gguf_file_stands_for(
     storage = convert_gguf(make_gguf(), tmp_path / "out", dtype=torch.float32)
     assert storage == "F32 (13x), Q4_1 (6x), Q8_0 (1x)"
     decoder = load_decoder(tmp_path / "out")
-    assert (decoder.config.rope_theta, decoder.config.rms_norm_eps) == (100_000.0, 1e-5)
+    assert (decoder.config.rope_theta, decoder.config.norm_eps) == (100_000.0, 1e-5)
     ids = [4, 9, 14, 3, 3, 7, 11, 2, 16]
     hidden, _ = decoder(PackedBatch.of([ids]))
     expected = _dequantised(theirs)(torch.tensor([ids])).logits[0]

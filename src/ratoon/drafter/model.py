@@ -117,7 +117,7 @@ class DrafterConfig:
             num_heads=target.num_heads,
             num_kv_heads=target.num_kv_heads,
             head_dim=target.head_dim,
-            rms_norm_eps=target.rms_norm_eps,
+            rms_norm_eps=target.norm_eps,
             rope_theta=target.rope_theta,
             rope_scaling=target.rope_scaling,
             vocab_size=target.vocab_size,

@@ -1,21 +1,23 @@
-"""The one decoder: a Llama-family Transformer in plain PyTorch.
+"""The one decoder: a pre-norm Transformer in plain PyTorch, Llama's or GPT-2's kind.
 
 The training forward runs on packed documents (no padding). The rollout engine reads the same
 parameters through its own prepacked copies. Matrices that read the same input are stored fused
 (`qkv_proj`, `gate_up_proj`); `hf_io` splits them on the way out.
 
-Shape letters: T packed tokens, D width, H query heads, G key/value heads, E head width, L layers.
+Shape letters: T packed tokens, D width, H query heads, G key/value heads, E head width, L layers,
+M width of the MLP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ratoon.errors import CapabilityError
 from ratoon.models import fused
 from ratoon.models.document_attention import (
     DocumentPlan,
@@ -27,7 +29,12 @@ from ratoon.models.packing import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape of a decoder. `rope_scaling` is Hugging Face's dictionary or None."""
+    """Shape of a decoder, and what its family computes with.
+
+    `norm_eps` is added to the mean square (`rms`) or the variance (`layer`) under the root.
+    `rope_theta` and `rope_scaling` (Hugging Face's dictionary or None) are of rotary positions
+    only. Learned positions end at `max_positions`; rotary ones are defined beyond it.
+    """
 
     family: str
     vocab_size: int
@@ -37,7 +44,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-5
+    norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     max_positions: int = 2048
@@ -45,13 +52,28 @@ class DecoderConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    norm: Literal["rms", "layer"] = "rms"
+    positions: Literal["rotary", "learned"] = "rotary"
+    activation: Literal["swiglu", "gelu_tanh"] = "swiglu"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Widths of the query, key and value parts of `qkv_proj`'s output."""
         kv = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv, kv
+
+    def require_positions(self, count: int) -> None:
+        """Raise `CapabilityError` if documents of `count` tokens have no learned positions."""
+        if self.positions == "learned" and count > self.max_positions:
+            raise CapabilityError(
+                f"A document of {count} tokens does not fit this {self.family} model: it has "
+                f"learned {self.max_positions} positions and knows no others. Shorten the prompts, "
+                "or limit the length of responses."
+            )
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -94,6 +116,25 @@ class RMSNorm(nn.Module):
         return fused.rms_norm(x, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    """Layer norm with a bias, computed in float32 (float64 stays float64)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis of `x [..., D]`."""
+        return fused.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
+    kind = RMSNorm if config.norm == "rms" else LayerNorm
+    return kind(config.hidden_size, config.norm_eps)
+
+
 class BlockWeights(NamedTuple):
     """What one layer computes with; None where the family has no such tensor.
 
@@ -119,42 +160,48 @@ class BlockWeights(NamedTuple):
 
 
 class Block(nn.Module):
-    """One pre-norm layer: grouped-query attention, then a SwiGLU MLP."""
+    """One pre-norm layer: grouped-query attention, then an MLP (`up_proj` where it has no gate)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         width, inner = config.hidden_size, config.intermediate_size
-        self.input_norm = RMSNorm(width, config.rms_norm_eps)
-        self.qkv_proj = nn.Linear(width, sum(config.qkv_sizes), bias=False)
-        self.o_proj = nn.Linear(config.qkv_sizes[0], width, bias=False)
-        self.post_norm = RMSNorm(width, config.rms_norm_eps)
-        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.input_norm = _norm(config)
+        self.qkv_proj = nn.Linear(width, sum(config.qkv_sizes), bias=config.qkv_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.o_proj = nn.Linear(config.qkv_sizes[0], width, bias=config.out_bias)
+        self.post_norm = _norm(config)
+        if config.activation == "swiglu":
+            self.gate_up_proj = nn.Linear(width, 2 * inner, bias=config.mlp_bias)
+        else:
+            self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
 
     def weights(self) -> BlockWeights:
         """This layer's parameters themselves, not copies."""
+        up = self.gate_up_proj if self.config.activation == "swiglu" else self.up_proj
         return BlockWeights(
             input_norm=self.input_norm.weight,
-            input_norm_bias=None,
+            input_norm_bias=getattr(self.input_norm, "bias", None),
             qkv=self.qkv_proj.weight,
-            qkv_bias=None,
-            q_norm=None,
-            k_norm=None,
+            qkv_bias=self.qkv_proj.bias,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
             out=self.o_proj.weight,
-            out_bias=None,
+            out_bias=self.o_proj.bias,
             post_norm=self.post_norm.weight,
-            post_norm_bias=None,
-            up=self.gate_up_proj.weight,
-            up_bias=None,
+            post_norm_bias=getattr(self.post_norm, "bias", None),
+            up=up.weight,
+            up_bias=up.bias,
             down=self.down_proj.weight,
-            down_bias=None,
+            down_bias=self.down_proj.bias,
         )
 
     def forward(
         self,
         x: Tensor,
-        rope: Tensor,
+        rope: Tensor | None,
         plan: DocumentPlan,
         select: Callable[[BlockWeights], BlockWeights] | None = None,
     ) -> Tensor:
@@ -165,17 +212,33 @@ class Block(nn.Module):
         caller, since sharded parameters are whole inside a forward only.
         """
         weights = self.weights() if select is None else select(self.weights())
-        eps = self.config.rms_norm_eps
-        attended = self._attend(fused.rms_norm(x, weights.input_norm, eps), weights, rope, plan)
-        x = x + fused.linear(attended, weights.out)
-        gate_up = fused.linear(fused.rms_norm(x, weights.post_norm, eps), weights.up)
-        return x + fused.swiglu_linear(gate_up, weights.down)
+        normed = self._normed(x, weights.input_norm, weights.input_norm_bias)
+        attended = self._attend(normed, weights, rope, plan)
+        x = x + fused.linear(attended, weights.out, weights.out_bias)
+        normed = self._normed(x, weights.post_norm, weights.post_norm_bias)
+        up = fused.linear(normed, weights.up, weights.up_bias)
+        mlp = fused.swiglu_linear if self.config.activation == "swiglu" else fused.gelu_linear
+        return x + mlp(up, weights.down, weights.down_bias)
 
-    def _attend(self, x: Tensor, weights: BlockWeights, rope: Tensor, plan: DocumentPlan) -> Tensor:
-        heads, kv_heads = plan.num_heads, plan.num_kv_heads
-        projected = fused.linear(x, weights.qkv).unflatten(-1, (-1, self.config.head_dim))
+    def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return fused.rms_norm(x, weight, self.config.norm_eps)
+        return fused.layer_norm(x, weight, bias, self.config.norm_eps)
+
+    def _attend(
+        self, x: Tensor, weights: BlockWeights, rope: Tensor | None, plan: DocumentPlan
+    ) -> Tensor:
+        heads, kv_heads, eps = plan.num_heads, plan.num_kv_heads, self.config.norm_eps
+        projected = fused.linear(x, weights.qkv, weights.qkv_bias)
+        projected = projected.unflatten(-1, (-1, self.config.head_dim))
         rotary, value = projected.split((heads + kv_heads, kv_heads), dim=1)
-        return document_attention(apply_rope(rotary, *rope), value, plan)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            query, key = rotary.split((heads, kv_heads), dim=1)
+            query = fused.rms_norm(query, weights.q_norm, eps)
+            rotary = torch.cat([query, fused.rms_norm(key, weights.k_norm, eps)], dim=1)
+        if rope is not None:
+            rotary = apply_rope(rotary, *rope)
+        return document_attention(rotary, value, plan)
 
 
 class Decoder(nn.Module):
@@ -189,8 +252,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions: nn.Embedding | None = None
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _norm(config)
         self.lm_head: nn.Linear | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -217,10 +283,20 @@ class Decoder(nn.Module):
         return self.norm(x), tapped
 
     def embed(self, batch: PackedBatch) -> Tensor:
-        """The first layer's input `[T, D]`."""
-        return fused.embed(batch.ids, self.embed_tokens.weight)
+        """The first layer's input `[T, D]`.
 
-    def rope(self, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
-        """Cosines and sines `[2, T, 1, E]` of all tokens, on the batch's device."""
+        Raises:
+            CapabilityError: if a document is longer than the positions that the model has learned.
+        """
+        self.config.require_positions(batch.longest)
+        x = fused.embed(batch.ids, self.embed_tokens.weight)
+        if self.embed_positions is None:
+            return x
+        return x + fused.embed(batch.positions, self.embed_positions.weight)
+
+    def rope(self, batch: PackedBatch, dtype: torch.dtype) -> Tensor | None:
+        """Cosines and sines `[2, T, 1, E]` of all tokens, where positions are rotary."""
+        if self.config.positions != "rotary":
+            return None
         table = rope_table(self.config, batch.longest, dtype).to(batch.ids.device)
         return table[:, batch.positions].unsqueeze(2)

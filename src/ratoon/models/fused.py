@@ -30,6 +30,9 @@ _BLOCK_ROWS = 128
 _ONE_SUM_COLUMNS = 384
 _EVEN_ROWS = 1024
 
+# What torch's loops over two AVX-512 vectors of bf16 take at once.
+_VECTOR_VALUES = 64
+
 
 def block_rows(x: Tensor) -> int:
     """Rows of `x` to treat at a time: a cache-sized block on a CPU, all of them elsewhere."""
@@ -53,45 +56,57 @@ def deliver_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
     """Add `grad` to `weight.main_grad` if there is one; else return it, for autograd to keep."""
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
-        return grad
+        return grad.to(weight.dtype)
     main_grad.add_(grad)
     return None
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x [T, D] @ weight [N, D].T`."""
-    return cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x [T, D] @ weight [N, D].T`, plus `bias [N]`."""
+    return cast(Tensor, _Linear.apply(x, weight, bias))  # type: ignore[no-untyped-call]
 
 
-def even_product(x: Tensor, weight: Tensor, even_rows: int = _EVEN_ROWS) -> Tensor:
-    """`x [T, D] @ weight [N, D].T`; in bf16 on a CPU a row's bits do not depend on T.
+def even_product(
+    x: Tensor, weight: Tensor, even_rows: int = _EVEN_ROWS, bias: Tensor | None = None
+) -> Tensor:
+    """`x [T, D] @ weight [N, D].T` plus `bias [N]`; in bf16 on a CPU a row's bits ignore T.
 
     Few rows are computed as many, which is what the rollout engine's prepacked product is equal to.
     """
     num_rows, width = x.shape
     is_even = num_rows >= even_rows or width <= _ONE_SUM_COLUMNS
     if is_even or x.dtype != torch.bfloat16 or x.device.type != "cpu":
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     padded = x.new_zeros(even_rows, width)
     padded[:num_rows] = x
-    return F.linear(padded, weight)[:num_rows]
+    return F.linear(padded, weight, bias)[:num_rows]
 
 
 class _Linear(torch.autograd.Function):
     """Linear map; see `even_product` and `_weight_grad`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return even_product(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return even_product(x, weight, bias=bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight, bias = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         grad_weight = _weight_grad(grad, x, weight) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight
+        return grad_x, grad_weight, _bias_grad(grad, bias)
+
+
+def _bias_grad(grad: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Deliver the sum `[N]` over the rows of `grad [T, N]`."""
+    if bias is None:
+        return None
+    total = grad.new_zeros(grad.shape[1], dtype=sum_dtype(grad.dtype))
+    for block in grad.split(block_rows(grad)):
+        total += block.sum(0, dtype=total.dtype)
+    return deliver_grad(bias, total)
 
 
 def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -155,34 +170,63 @@ class _RMSNorm(torch.autograd.Function):
             mean = torch.mv(products, wide_weight)[:, None].div_(-x.shape[1])
             wide_grad.mul_(wide_weight).addcmul_(wide, mean.mul_(block_scale).mul_(block_scale))
             target.copy_(wide_grad.mul_(block_scale))
-        return grad_x, deliver_grad(weight, grad_weight.to(weight.dtype)), None
+        return grad_x, deliver_grad(weight, grad_weight), None
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm over the last axis; each row has the bits of `F.layer_norm`.
+
+    Source: Ba et al. 2016, https://arxiv.org/abs/1607.06450.
+    """
+    return cast(Tensor, _LayerNorm.apply(x, weight, bias, eps))  # type: ignore[no-untyped-call]
+
+
+class _LayerNorm(torch.autograd.Function):
+    """torch's kernels; float32 weights make them keep mean and deviation in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        wide_weight, wide_bias = (part.to(sum_dtype(x.dtype)) for part in (weight, bias))
+        out, mean, scale = torch.native_layer_norm(x, x.shape[-1:], wide_weight, wide_bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        wide_weight, wide_bias = (part.to(mean.dtype) for part in (weight, bias))
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad, x, x.shape[-1:], mean, scale, wide_weight, wide_bias, [True, True, True]
+        )
+        return grad_x, deliver_grad(weight, grad_weight), deliver_grad(bias, grad_bias), None
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`(silu(gate) * up) @ weight [N, M].T` of `gate_up [T, 2 M]`, the two halves side by side.
 
-    Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
+    Plus `bias [N]`. Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """
-    return cast(Tensor, _SwiGLULinear.apply(gate_up, weight))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SwiGLULinear.apply(gate_up, weight, bias))  # type: ignore[no-untyped-call]
 
 
 class _SwiGLULinear(torch.autograd.Function):
     """Saves `gate_up` and not the product, which backward makes again in passing."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weight, bias)
         size = block_rows(gate_up)
         hidden = gate_up.new_empty(gate_up.shape[0], weight.shape[1])
         for block, target in zip(gate_up.split(size), hidden.split(size), strict=True):
             gate, up = block.chunk(2, dim=-1)
             torch.mul(F.silu(gate), up, out=target)
-        return even_product(hidden, weight)
+        return even_product(hidden, weight, bias=bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        gate_up, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        gate_up, weight, bias = ctx.saved_tensors
         size = block_rows(gate_up)
         grad_hidden = grad @ weight
         grad_gate_up = torch.empty_like(gate_up)
@@ -196,7 +240,50 @@ class _SwiGLULinear(torch.autograd.Function):
             torch.ops.aten.silu_backward.grad_input(hidden * up, gate, grad_input=grad_gate)
             # From here on the block holds the layer's product, not its gradient.
             torch.mul(active, up, out=hidden)
-        return grad_gate_up, _weight_grad(grad, grad_hidden, weight)
+        return grad_gate_up, _weight_grad(grad, grad_hidden, weight), _bias_grad(grad, bias)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in the tanh form of `x [T, M]`; a row's bits do not depend on T.
+
+    torch computes the last values of a tensor, beyond whole vectors, by another tanh.
+    Source: Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415, section 2.
+    """
+    beyond = -x.shape[-1] % _VECTOR_VALUES
+    if beyond == 0:
+        return F.gelu(x, approximate="tanh")
+    return F.gelu(F.pad(x, (0, beyond)), approximate="tanh")[..., :-beyond]
+
+
+def gelu_linear(up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`gelu(up [T, M]) @ weight [N, M].T` plus `bias [N]`."""
+    return cast(Tensor, _GELULinear.apply(up, weight, bias))  # type: ignore[no-untyped-call]
+
+
+class _GELULinear(torch.autograd.Function):
+    """Saves `up` and not its activation, which backward makes again in passing."""
+
+    @staticmethod
+    def forward(ctx: Any, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(up, weight, bias)
+        return even_product(gelu(up), weight, bias=bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        up, weight, bias = ctx.saved_tensors
+        size = block_rows(up)
+        grad_hidden = grad @ weight
+        grad_up = torch.empty_like(up)
+        for block, hidden, target in zip(
+            up.split(size), grad_hidden.split(size), grad_up.split(size), strict=True
+        ):
+            torch.ops.aten.gelu_backward.grad_input(
+                hidden, block, approximate="tanh", grad_input=target
+            )
+            # From here on the block holds the activation, not its gradient.
+            hidden.copy_(gelu(block))
+        return grad_up, _weight_grad(grad, grad_hidden, weight), _bias_grad(grad, bias)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

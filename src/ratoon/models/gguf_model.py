@@ -106,7 +106,7 @@ def _read_config(reader: GGUFReader, file: Path) -> DecoderConfig:
         num_kv_heads=_field(reader, "llama.attention.head_count_kv", file, default=heads),
         head_dim=_field(reader, "llama.rope.dimension_count", file, default=width // heads),
         # GGUF stores float32; the shortest decimal of the same float32 is the value meant.
-        rms_norm_eps=_shortest(_field(reader, "llama.attention.layer_norm_rms_epsilon", file)),
+        norm_eps=_shortest(_field(reader, "llama.attention.layer_norm_rms_epsilon", file)),
         rope_theta=_shortest(_field(reader, "llama.rope.freq_base", file, default=10_000.0)),
         max_positions=_field(reader, "llama.context_length", file),
         tie_word_embeddings="output.weight" not in tensors,

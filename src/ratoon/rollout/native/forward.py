@@ -11,15 +11,55 @@ heads, G key/value heads, E head width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ratoon.models.decoder import Block, Decoder, apply_rope, rope_table
+from ratoon.models.decoder import (
+    Block,
+    BlockWeights,
+    Decoder,
+    LayerNorm,
+    apply_rope,
+    rope_table,
+)
+from ratoon.models.fused import gelu, sum_dtype
 from ratoon.models.kv_cache import KVCache
 from ratoon.models.prepacked import ROW_HINT, PackedLinear
+
+
+class Norm:
+    """Root-mean-square norm, or layer norm where there is a bias, with copied weights."""
+
+    __slots__ = ("_bias", "_eps", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> None:
+        # Rounded as the trainer's copy is; layer norm takes them in the type that it sums in.
+        wide = dtype if bias is None else sum_dtype(dtype)
+        self._weight = weight.detach().to(dtype, copy=True).to(wide)
+        self._bias = None if bias is None else bias.detach().to(dtype, copy=True).to(wide)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the last axis of `x`."""
+        if self._bias is None:
+            return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+
+class _Layer(NamedTuple):
+    """What `BlockWeights` names, ready to compute with."""
+
+    input_norm: Norm
+    qkv: PackedLinear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: PackedLinear
+    post_norm: Norm
+    up: PackedLinear
+    down: PackedLinear
 
 
 class InferenceModel:
@@ -34,41 +74,64 @@ class InferenceModel:
         taps: Sequence[int] = (),
         row_hint: int = ROW_HINT,
     ) -> None:
+        """Copy `decoder`'s weights in `dtype`, for documents of at most `num_positions` tokens.
+
+        Raises:
+            CapabilityError: if the model has learned fewer positions.
+        """
         self.config = decoder.config
+        self.config.require_positions(num_positions)
         self.taps = tuple(taps)
         self.dtype = dtype
         self.num_positions = num_positions
+        self._row_hint = row_hint
         self.embedding = decoder.embed_tokens.weight.detach().to(dtype, copy=True)
         device = self.embedding.device
-
-        def pack(weight: Tensor) -> PackedLinear:
-            return PackedLinear(weight.detach().to(dtype), row_hint=row_hint)
-
+        self._positions: Tensor | None = None
+        if decoder.embed_positions is not None:
+            self._positions = decoder.embed_positions.weight.detach().to(dtype, copy=True)
+        self._rope: Tensor | None = None
+        if self.config.positions == "rotary":
+            self._rope = rope_table(self.config, num_positions, dtype).to(device)
         self._layers = [
-            (
-                layer.input_norm.weight.detach().to(dtype, copy=True),
-                pack(layer.qkv_proj.weight),
-                pack(layer.o_proj.weight),
-                layer.post_norm.weight.detach().to(dtype, copy=True),
-                pack(layer.gate_up_proj.weight),
-                pack(layer.down_proj.weight),
-            )
-            for layer in cast(Iterable[Block], decoder.layers)
+            self._layer(layer.weights()) for layer in cast(Iterable[Block], decoder.layers)
         ]
-        self._norm = decoder.norm.weight.detach().to(dtype, copy=True)
-        self._head = pack(decoder.head_weight)
-        self._rope = rope_table(self.config, num_positions, dtype).to(device)
+        norm = decoder.norm
+        self._norm = self._make_norm(
+            norm.weight, norm.bias if isinstance(norm, LayerNorm) else None
+        )
+        self._head = self._pack(decoder.head_weight)
+
+    def _layer(self, weights: BlockWeights) -> _Layer:
+        w = weights
+        return _Layer(
+            input_norm=self._make_norm(w.input_norm, w.input_norm_bias),
+            qkv=self._pack(w.qkv, w.qkv_bias),
+            q_norm=None if w.q_norm is None else self._make_norm(w.q_norm),
+            k_norm=None if w.k_norm is None else self._make_norm(w.k_norm),
+            out=self._pack(w.out, w.out_bias),
+            post_norm=self._make_norm(w.post_norm, w.post_norm_bias),
+            up=self._pack(w.up, w.up_bias),
+            down=self._pack(w.down, w.down_bias),
+        )
+
+    def _make_norm(self, weight: Tensor, bias: Tensor | None = None) -> Norm:
+        return Norm(weight, bias, self.config.norm_eps, self.dtype)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        bias = None if bias is None else bias.detach().to(self.dtype)
+        return PackedLinear(weight.detach().to(self.dtype), bias, row_hint=self._row_hint)
 
     def linears(self) -> list[tuple[str, PackedLinear, int]]:
         """One layer's matrices and the head: name, layer and input width of each shape in use."""
-        config = self.config
-        _, qkv, out, _, gate_up, down = self._layers[0]
+        config, layer = self.config, self._layers[0]
         width = config.hidden_size
+        gated = config.activation == "swiglu"
         return [
-            ("qkv_proj", qkv, width),
-            ("o_proj", out, config.qkv_sizes[0]),
-            ("gate_up_proj", gate_up, width),
-            ("down_proj", down, config.intermediate_size),
+            ("qkv_proj", layer.qkv, width),
+            ("o_proj", layer.out, config.qkv_sizes[0]),
+            ("gate_up_proj" if gated else "up_proj", layer.up, width),
+            ("down_proj", layer.down, config.intermediate_size),
             ("head", self._head, width),
         ]
 
@@ -104,33 +167,44 @@ class InferenceModel:
         """
         num_rows, num_new = tokens.shape
         config = self.config
-        eps = config.rms_norm_eps
-        width = (config.hidden_size,)
-        group = config.num_heads // config.num_kv_heads
-        x = F.embedding(tokens.reshape(-1), self.embedding)
-        cos, sin = self._rope[:, positions.reshape(-1)].unsqueeze(2)
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        x, rope = self._embed(tokens.reshape(-1), positions.reshape(-1))
         tapped = []
         layers = zip(self._layers, cache.layers(first_slot, num_rows, mask.shape[-1]), strict=True)
-        for index, (weights, cached) in enumerate(layers):
-            input_norm, qkv, out, post_norm, gate_up, down = weights
+        for index, (layer, cached) in enumerate(layers):
             if index in self.taps:
                 tapped.append(x)
-            fused = qkv(F.rms_norm(x, width, input_norm, eps))
-            heads = fused.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-            rotary, value = heads.split(
-                (config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1
+            projected = layer.qkv(layer.input_norm(x)).view(
+                -1, heads + 2 * kv_heads, config.head_dim
             )
-            query, key = apply_rope(rotary, cos, sin).split(
-                (config.num_heads, config.num_kv_heads), dim=1
-            )
+            rotary, value = projected.split((heads + kv_heads, kv_heads), dim=1)
+            if rope is not None and layer.q_norm is None:
+                rotary = apply_rope(rotary, *rope)
+            query, key = rotary.split((heads, kv_heads), dim=1)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                query, key = layer.q_norm(query), layer.k_norm(key)
+                if rope is not None:
+                    query, key = apply_rope(query, *rope), apply_rope(key, *rope)
             cached.key_entries.index_copy_(0, entries, key)
             cached.value_entries.index_copy_(0, entries, value)
-            attended = attend(query, cached.keys, cached.values, mask, group)
-            x = x + out(attended.reshape(num_rows * num_new, -1))
-            gate, up = gate_up(F.rms_norm(x, width, post_norm, eps)).chunk(2, dim=-1)
-            x = x + down(F.silu(gate).mul_(up))
+            attended = attend(query, cached.keys, cached.values, mask, heads // kv_heads)
+            x = x + layer.out(attended.reshape(num_rows * num_new, -1))
+            x = x + layer.down(self._activate(layer.up(layer.post_norm(x))))
         features = torch.cat(tapped, dim=-1) if tapped else x.new_empty(x.shape[0], 0)
-        return F.rms_norm(x, width, self._norm, eps), features
+        return self._norm(x), features
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """States `[R, D]` of the first layer's input; cosines and sines `[2, R, 1, E]`, if any."""
+        x = F.embedding(tokens, self.embedding)
+        if self._positions is not None:
+            x = x + F.embedding(positions, self._positions)
+        return x, None if self._rope is None else self._rope[:, positions].unsqueeze(2)
+
+    def _activate(self, up: Tensor) -> Tensor:
+        if self.config.activation == "gelu_tanh":
+            return gelu(up)
+        gate, gated = up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(gated)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[R, V]` of final-norm states `[R, D]`."""

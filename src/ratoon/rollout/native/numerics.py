@@ -77,14 +77,20 @@ def _cancelling_rows(
 ) -> Tensor:
     """Rows, the most that are needed, whose products with many of the weight's rows nearly vanish.
 
-    They are orthogonal to these but for their rounding to the model's type.
+    They are orthogonal to these but for their rounding to the model's type; a bias is cancelled by
+    one more row, so that it does not hide the bits that it is added to.
     """
     device = model.embedding.device
-    weight = linear(torch.eye(width, dtype=model.dtype, device=device)).t()
+    weight = linear.without_bias()(torch.eye(width, dtype=model.dtype, device=device)).t()
     chosen = torch.randperm(len(weight), generator=generator)[: min(width // 2, MAX_ORTHOGONAL)]
-    basis: Tensor = torch.linalg.qr(weight[chosen.to(device)].float().t()).Q
+    chosen = chosen.to(device)
+    basis, triangle = torch.linalg.qr(weight[chosen].float().t())
     x = torch.randn(max(ROW_COUNTS), width, generator=generator).to(device)
-    return (x - (x @ basis) @ basis.t()).to(model.dtype)
+    x -= (x @ basis) @ basis.t()
+    if linear.bias is not None:
+        against = linear.bias[chosen].float()[:, None]
+        x -= (basis @ torch.linalg.solve_triangular(triangle.t(), against, upper=False)).t()
+    return x.to(model.dtype)
 
 
 def _check_attention(model: InferenceModel) -> Iterator[tuple[str, bool]]:
