@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
-from ratoon.est.flops import layer_ratio, optimizer_flops, token_flops
+import pytest
+import torch
+
+from ratoon.est.flops import layer_ratio, measured_flops, optimizer_flops, token_flops
 from ratoon.est.sampler import NestedSampler, RandomSampler
+from ratoon.est.sliced_forward import hidden_states
 from ratoon.est.subnetwork import Rates, Shape, Subnetwork
-from ratoon.models.decoder import DecoderConfig
+from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.models.packing import PackedBatch
 
 TINY_LLAMA = DecoderConfig(
     family="llama", vocab_size=32_000, hidden_size=2048, intermediate_size=5632, num_layers=22,
     num_heads=32, num_kv_heads=4, head_dim=64, tie_word_embeddings=False,
 )  # fmt: skip
+GPT2 = DecoderConfig(
+    family="gpt2", vocab_size=50_257, hidden_size=768, intermediate_size=3072, num_layers=12,
+    num_heads=12, num_kv_heads=12, head_dim=64, max_positions=1024, norm="layer",
+    positions="learned", activation="gelu_tanh", qkv_bias=True, out_bias=True, mlp_bias=True,
+)  # fmt: skip
+STAGES = (Rates(0.5, 0.5, 0.5), Rates(1, 0.5, 0.5), Rates())
+
+
+def test_the_head_of_gpt2_takes_most_of_what_the_paper_counts_as_saved() -> None:
+    shape = Shape.of(GPT2)
+    draws = [RandomSampler(shape, 0).draw(rates, 0, 0, 1) for rates in STAGES]
+    costs = [token_flops(GPT2, drawn, 1024).training for drawn in draws]
+    assert [cost / costs[2] for cost in costs] == pytest.approx([0.468, 0.645, 1.0], abs=5e-4)
+    lasts = (2 / 15, 1 / 3, 8 / 15)
+    saved = 1 - sum(last * cost for last, cost in zip(lasts, costs, strict=True)) / costs[2]
+    assert saved == pytest.approx(0.189, abs=5e-4)
+
+
+@pytest.mark.parametrize("config", [GPT2, TINY_LLAMA], ids=["gpt2", "tinyllama"])
+@pytest.mark.parametrize("depth", ["layers", "sequences", "nested"])
+def test_the_count_is_what_torch_counts_while_computing(config: DecoderConfig, depth: str) -> None:
+    tokens, sequences = 256, 4
+    config = dataclasses.replace(config, num_layers=4)
+    with torch.device("meta"):
+        decoder = Decoder(config).to(torch.bfloat16)
+    batch = PackedBatch.of([[0] * tokens] * sequences).to(torch.device("meta"))
+    shape = Shape.of(config, neuron_block=64)
+    sampler = NestedSampler(shape) if depth == "nested" else RandomSampler(shape, 0, depth=depth)
+    for rates in STAGES:
+        drawn = sampler.draw(rates, 0, 0, sequences)
+
+        def compute(drawn: Subnetwork = drawn) -> None:
+            states = hidden_states(decoder, batch, drawn)
+            torch.nn.functional.linear(states, decoder.head_weight).sum().backward()
+
+        expected = token_flops(config, drawn, tokens).training * tokens * sequences
+        assert measured_flops(compute) == pytest.approx(expected, rel=0.01)
 
 
 def test_tinyllama_by_hand() -> None:

@@ -78,7 +78,7 @@ def token_flops(
 
 def num_mlp_matrices(config: DecoderConfig) -> int:
     """Matrices `[M, D]` of an MLP: three where neurons are gated."""
-    return 3 if getattr(config, "activation", "swiglu") == "swiglu" else 2
+    return 3 if config.activation == "swiglu" else 2
 
 
 def active_units(subnetwork: Subnetwork, part: LayerPart) -> tuple[int, int, int]:

@@ -266,13 +266,23 @@ class Decoder(nn.Module):
         """Output matrix `[V, D]`; the embedding itself where the two are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, batch: PackedBatch, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self,
+        batch: PackedBatch,
+        taps: Sequence[int] = (),
+        through: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states of all tokens.
+
+        `through` maps the first layer's input to the last one's output in place of the layers in
+        turn, and nothing is tapped. It is called here since a sharded model is prepared by a call.
 
         Shapes: returns the final-norm states `[T, D]` and, for each layer index in `taps`, the
         input of that layer `[T, D]`.
         """
         x = self.embed(batch)
+        if through is not None:
+            return self.norm(through(x)), []
         rope = self.rope(batch, x.dtype)
         plan = plan_documents(batch, self.config.num_heads, self.config.num_kv_heads)
         tapped = []
