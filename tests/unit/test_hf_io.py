@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import DOCUMENTS, make_theirs, our_logits, padded_logits
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ratoon.errors import CapabilityError, CheckpointError
 from ratoon.models import directories
-from ratoon.models.decoder import Decoder
 from ratoon.models.hf_io import load_decoder, save_decoder
-from ratoon.models.packing import PackedBatch
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -34,77 +32,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama 3 rope": {"num_key_value_heads": 2, "rope_parameters": LLAMA3},
     "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
 }
-DOCUMENTS = [[5, 9, 2, 7, 7, 30, 1], [3], list(range(40, 0, -1)), [8, 8, 8]]
-
-
-def _theirs(**changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(len(str(changes)))
-    config = LlamaConfig(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 128,
-            "initializer_range": 0.3,
-            **changes,
-        }
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.normal_(1.0, 0.2)
-    return model
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A small untied model, as transformers writes it."""
-    _theirs(num_key_value_heads=2).save_pretrained(tmp_path / "model")
+    make_theirs("llama", num_key_value_heads=2).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-@torch.no_grad()
-def _logits(decoder: Decoder, documents: list[list[int]]) -> list[Tensor]:
-    hidden, _ = decoder(PackedBatch.of(documents))
-    return list((hidden @ decoder.head_weight.T).split([len(document) for document in documents]))
-
-
-@torch.no_grad()
-def _padded_logits(model: Any, documents: list[list[int]], side: str) -> list[Tensor]:
-    width = max(map(len, documents))
-    ids, mask = (
-        torch.zeros(len(documents), width, dtype=torch.long),
-        torch.zeros(len(documents), width, dtype=torch.long),
-    )
-    places = []
-    for row, document in enumerate(documents):
-        start = width - len(document) if side == "left" else 0
-        places.append(slice(start, start + len(document)))
-        ids[row, places[-1]] = torch.tensor(document)
-        mask[row, places[-1]] = 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(ids, attention_mask=mask, position_ids=positions).logits
-    return [logits[row, place] for row, place in enumerate(places)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=VARIANTS.keys())
 def test_logits_equal_transformers_row_by_row_and_survive_a_round_trip(
     variant: str, tmp_path: Path
 ) -> None:
-    theirs = _theirs(**VARIANTS[variant])
+    theirs = make_theirs("llama", **VARIANTS[variant])
     theirs.save_pretrained(tmp_path / "theirs")
     decoder = load_decoder(tmp_path / "theirs")
-    ours = _logits(decoder, DOCUMENTS)
+    ours = our_logits(decoder, DOCUMENTS)
     for side in ("left", "right"):
-        for mine, other in zip(ours, _padded_logits(theirs, DOCUMENTS, side), strict=True):
+        for mine, other in zip(ours, padded_logits(theirs, DOCUMENTS, side), strict=True):
             torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
     save_decoder(decoder, tmp_path / "ours")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     assert again.config.tie_word_embeddings is theirs.config.tie_word_embeddings
-    for mine, other in zip(ours, _padded_logits(again, DOCUMENTS, "left"), strict=True):
+    for mine, other in zip(ours, padded_logits(again, DOCUMENTS, "left"), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
     reread = load_decoder(tmp_path / "ours")
     assert reread.config == decoder.config
@@ -114,16 +65,16 @@ def test_logits_equal_transformers_row_by_row_and_survive_a_round_trip(
 def test_the_order_of_fused_parts_matters(saved: Path) -> None:
     """The comparison with transformers can fail: exchange keys and values."""
     decoder = load_decoder(saved)
-    before = _logits(decoder, DOCUMENTS[:1])[0]
+    before = our_logits(decoder, DOCUMENTS[:1])[0]
     with torch.no_grad():
         weight = decoder.get_parameter("layers.0.qkv_proj.weight")
         query, key, value = weight.split(decoder.config.qkv_sizes)
         weight.copy_(torch.cat([query, value, key]))
-    assert (_logits(decoder, DOCUMENTS[:1])[0] - before).abs().max() > 1e-2
+    assert (our_logits(decoder, DOCUMENTS[:1])[0] - before).abs().max() > 1e-2
 
 
 def test_older_spellings_of_the_rope_mean_the_same(tmp_path: Path) -> None:
-    theirs = _theirs(rope_parameters=LLAMA3)
+    theirs = make_theirs("llama", rope_parameters=LLAMA3)
     theirs.save_pretrained(tmp_path / "new")
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     settings = json.loads((tmp_path / "old/config.json").read_text())
@@ -144,8 +95,8 @@ def test_sharded_weights_are_read_and_written(saved: Path, tmp_path: Path) -> No
     assert all(map(torch.equal, again.parameters(), decoder.parameters()))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "shards", dtype=torch.float32)
     torch.testing.assert_close(
-        _logits(decoder, [[1, 2, 3]])[0],
-        _padded_logits(theirs, [[1, 2, 3]], "left")[0],
+        our_logits(decoder, [[1, 2, 3]])[0],
+        padded_logits(theirs, [[1, 2, 3]], "left")[0],
         atol=1e-4,
         rtol=0,
     )
@@ -250,7 +201,7 @@ def test_quantised_tensors_are_refused(saved: Path) -> None:
 
 
 def test_a_head_stored_beside_a_tied_embedding_must_repeat_it(tmp_path: Path) -> None:
-    _theirs(tie_word_embeddings=True).save_pretrained(tmp_path / "m")
+    make_theirs("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "m")
     tensors = load_file(tmp_path / "m/model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "m/model.safetensors")

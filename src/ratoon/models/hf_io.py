@@ -38,7 +38,7 @@ CARRIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _MAX_NAMED = 5
 
@@ -61,7 +61,7 @@ def load_decoder(path: Path | str, dtype: torch.dtype = torch.float32) -> Decode
         decoder = Decoder(config)
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
     state = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    _read_tensors(directory, stored_views(config, state), tied=config.tie_word_embeddings)
+    _read_tensors(directory, stored_views(config, state), config)
     decoder.load_state_dict(state, strict=True, assign=True)
     return decoder
 
@@ -106,10 +106,12 @@ def stored_views(config: DecoderConfig, state: dict[str, Tensor]) -> dict[str, T
         state: tensors under the decoder's parameter names; the views share their memory.
     """
     views: dict[str, Tensor] = {}
-    for ours, theirs in FAMILIES[config.family].tensor_names(config).items():
+    family = FAMILIES[config.family]
+    for ours, theirs in family.tensor_names(config).items():
         if len(theirs) == 1:
-            parts: Sequence[Tensor] = (state[ours],)
-        elif ours.endswith("qkv_proj.weight"):
+            transposed = ours.endswith(family.transposed)
+            parts: Sequence[Tensor] = (state[ours].t() if transposed else state[ours],)
+        elif ".qkv_proj." in ours:
             parts = state[ours].split(config.qkv_sizes)
         else:
             parts = state[ours].chunk(len(theirs))
@@ -151,7 +153,7 @@ class _Stored:
     dtype: str
 
 
-def _read_tensors(directory: Path, targets: dict[str, Tensor], tied: bool) -> None:
+def _read_tensors(directory: Path, targets: dict[str, Tensor], config: DecoderConfig) -> None:
     """Fill the views `targets` from the files, after every name and shape has been checked."""
     inventory: dict[str, _Stored] = {}
     for file in _weight_files(directory):
@@ -159,16 +161,28 @@ def _read_tensors(directory: Path, targets: dict[str, Tensor], tied: bool) -> No
             for name in weights.keys():  # noqa: SIM118 - is no mapping
                 part = weights.get_slice(name)
                 inventory[name] = _Stored(file, tuple(part.get_shape()), part.get_dtype())
-    _check_inventory(directory, inventory, targets, tied)
+    family = FAMILIES[config.family]
+    prefix = family.optional_prefix
+    if not any(name.startswith(prefix) for name in inventory):
+        targets = {name.removeprefix(prefix): target for name, target in targets.items()}
+    inventory = {name: s for name, s in inventory.items() if not name.endswith(family.constants)}
+    (embedding,) = family.tensor_names(config)["embed_tokens.weight"]
+    embedding = embedding if embedding in targets else embedding.removeprefix(prefix)
     wanted = dict(targets)
-    if tied and _HEAD in inventory:
-        wanted[_HEAD] = torch.empty_like(targets[_EMBEDDING])
+    if config.tie_word_embeddings and _HEAD in inventory:
+        wanted[_HEAD] = torch.empty_like(targets[embedding])
+    _check_inventory(directory, inventory, wanted)
     for file in dict.fromkeys(stored.file for stored in inventory.values()):
         with _opened(file) as weights:
             for name, target in wanted.items():
                 if inventory[name].file == file:
                     target.copy_(weights.get_tensor(name))
-    if _HEAD in wanted and tied and not torch.equal(wanted[_HEAD], wanted[_EMBEDDING]):
+    if _HEAD not in targets and _HEAD in wanted:
+        _require_tied(directory, wanted[_HEAD], wanted[embedding])
+
+
+def _require_tied(directory: Path, head: Tensor, embedding: Tensor) -> None:
+    if not torch.equal(head, embedding):
         raise CheckpointError(
             f"{directory}: config.json ties {_HEAD} to the embedding, but the stored {_HEAD} "
             "differs. Set tie_word_embeddings to false if the head is meant."
@@ -186,13 +200,10 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _check_inventory(
-    directory: Path, inventory: dict[str, _Stored], targets: dict[str, Tensor], tied: bool
+    directory: Path, inventory: dict[str, _Stored], targets: dict[str, Tensor]
 ) -> None:
     shapes = {name: tuple(target.shape) for name, target in targets.items()}
-    if tied and _HEAD in inventory:
-        shapes[_HEAD] = shapes[_EMBEDDING]
-    # Old files store the rotation's frequencies, a constant of the configuration.
-    extra = [name for name in inventory if name not in shapes and "rotary_emb" not in name]
+    extra = [name for name in inventory if name not in shapes]
     known = {name: stored for name, stored in inventory.items() if name in shapes}
     complaints = {
         "missing tensors": [name for name in shapes if name not in inventory],
@@ -237,7 +248,10 @@ def _write_shards(
             f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
         )
         # Stored tensors must not share memory; converted copies live only as long as the shard.
-        copies = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in shard.items()}
+        copies = {
+            name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in shard.items()
+        }
         try:
             save_file(copies, part / file, metadata={"format": "pt"})
         except SafetensorError as error:
