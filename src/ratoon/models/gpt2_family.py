@@ -34,6 +34,15 @@ _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("quantization_config", (None,)),
 )
 
+_TRAITS: Json = {
+    "norm": "layer",
+    "positions": "learned",
+    "activation": "gelu_tanh",
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+}
+
 
 def _read(raw: Json, path: Path) -> DecoderConfig:
     refuse_other_values(raw, path, _ONLY)
@@ -55,12 +64,7 @@ def _read(raw: Json, path: Path) -> DecoderConfig:
         norm_eps=positive_number(raw, "layer_norm_epsilon", path, 1e-5),
         max_positions=positive_int(raw, "n_positions", path, default=1024),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
-        norm="layer",
-        positions="learned",
-        activation="gelu_tanh",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        **_TRAITS,
         **special_ids(raw, path),
     )
 
@@ -112,6 +116,7 @@ GPT2 = Family(
     _read,
     _write,
     _tensors,
+    traits=_TRAITS,
     transposed=tuple(f"{name}_proj.weight" for name in ("qkv", "o", "up", "down")),
     optional_prefix="transformer.",
     constants=(".attn.bias", ".attn.masked_bias"),

@@ -20,6 +20,7 @@ from ratoon.models.rotary_families import LLAMA, MISTRAL, QWEN2, QWEN3
 __all__ = [
     "FAMILIES",
     "Json",
+    "family_config",
     "family_of",
     "read_config",
     "read_json",
@@ -30,6 +31,11 @@ __all__ = [
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
 }
+
+
+def family_config(family: str, **shape: Any) -> DecoderConfig:
+    """The configuration of a new model: a family's traits, and the fields given for its shape."""
+    return DecoderConfig(family=family, **FAMILIES[family].traits, **shape)
 
 
 def read_config(directory: Path) -> DecoderConfig:

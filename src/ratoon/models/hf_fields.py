@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ TensorNames = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one model family is written on disk.
+    """What one model family computes, and how it is written on disk.
 
+    `traits` are the fields of `DecoderConfig` that are the same in all models of the family.
     `transposed` are the parameters (ends of their names in `Decoder`) that are stored as
     `[in, out]`. `optional_prefix` is a beginning of stored names that some files leave out.
     `constants` are the ends of stored names that hold no weights, and are not read.
@@ -35,6 +36,7 @@ class Family:
     read: Callable[[Json, Path], DecoderConfig]
     write: Callable[[DecoderConfig], Json]
     tensor_names: Callable[[DecoderConfig], TensorNames]
+    traits: Json = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
     optional_prefix: str = ""
     constants: tuple[str, ...] = ()

@@ -36,6 +36,8 @@ _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("partial_rotary_factor", (1.0,)),
     ("quantization_config", (None,)),
 )
+_QWEN2: Json = {"qkv_bias": True}
+_QWEN3: Json = {"qk_norm": True}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Old files store the rotation's frequencies, a constant of the configuration.
 _CONSTANTS = ("rotary_emb.inv_freq",)
@@ -102,8 +104,7 @@ def _read(
     max_positions: int,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
+    traits: Json | None = None,
 ) -> DecoderConfig:
     refuse_other_values(raw, path, _ONLY)
     heads, shared, size = _read_heads(raw, path, kv_heads, head_dim)
@@ -122,8 +123,7 @@ def _read(
         rope_scaling=scaling,
         max_positions=positive_int(raw, "max_position_embeddings", path, default=max_positions),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        **(traits or {}),
         **special_ids(raw, path),
     )
 
@@ -163,14 +163,14 @@ def _read_mistral(raw: Json, path: Path) -> DecoderConfig:
 
 
 def _read_qwen2(raw: Json, path: Path) -> DecoderConfig:
-    config = _read("qwen2", raw, path, max_positions=32_768, kv_heads=32, qkv_bias=True)
+    config = _read("qwen2", raw, path, max_positions=32_768, kv_heads=32, traits=_QWEN2)
     _refuse_qwen_window(raw, path, config)
     return config
 
 
 def _read_qwen3(raw: Json, path: Path) -> DecoderConfig:
     config = _read(
-        "qwen3", raw, path, max_positions=32_768, kv_heads=32, head_dim=128, qk_norm=True
+        "qwen3", raw, path, max_positions=32_768, kv_heads=32, head_dim=128, traits=_QWEN3
     )
     _refuse_qwen_window(raw, path, config)
     return config
@@ -254,5 +254,5 @@ LLAMA = Family(
 MISTRAL = Family(
     "mistral", "MistralForCausalLM", "mistral", _read_mistral, _write_mistral, _tensors
 )
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "qwen2", _read_qwen2, _write_qwen2, _tensors)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "qwen3", _read_qwen3, _write_qwen3, _tensors)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "qwen2", _read_qwen2, _write_qwen2, _tensors, _QWEN2)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "qwen3", _read_qwen3, _write_qwen3, _tensors, _QWEN3)

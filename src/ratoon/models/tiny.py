@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.directories import whole_directory
 from ratoon.models.hf_config import write_json
 from ratoon.models.hf_io import save_decoder
+from ratoon.models.initialise import normal_decoder
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<sep>")
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
@@ -88,20 +90,12 @@ def random_decoder(config: DecoderConfig, seed: int) -> Decoder:
 
     Source: the shrinking is that of GPT-2 (Radford et al. 2019, section 2.3).
     """
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    decoder = decoder.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    shrink = (2 * config.num_layers) ** -0.5
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = parameter.shape[1] ** -0.5 * (shrink if writes else 1.0)
-                parameter.normal_(0.0, std, generator=generator)
-    return decoder
+    shrink = float((2 * config.num_layers) ** -0.5)
+
+    def deviation(matrix: Tensor, is_residual: bool) -> float:
+        return float(matrix.shape[1] ** -0.5) * (shrink if is_residual else 1.0)
+
+    return normal_decoder(config, seed, deviation)
 
 
 def _write_tokenizer(directory: Path, characters: Sequence[str], max_positions: int) -> None:
