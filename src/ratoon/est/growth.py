@@ -73,7 +73,7 @@ def stack_layers(tensors: Tensors, layout: Layout, old: int, new: int) -> None:
 def silence_layer(masters: Tensors, moments: Sequence[Tensors], layout: Layout, layer: int) -> None:
     """The layer adds nothing to the residual stream, and its moments are those of a beginning."""
     prefix = layout.prefix.format(layer)
-    outputs = {piece.parameter for piece in layout.slices if piece.is_output}
+    outputs = {piece.parameter for piece in layout.slices if piece.role == "output"}
     for name in outputs | set(layout.output_biases):
         masters[prefix + name].zero_()
     for tensors in moments:
@@ -98,6 +98,6 @@ def widen_layer(
             if unit in had:
                 continue
             name, start = prefix + piece.parameter, piece.offset + unit * piece.size
-            for tensors in (*((masters,) if piece.is_output else ()), *moments):
+            for tensors in (*((masters,) if piece.role != "input" else ()), *moments):
                 if name in tensors:
                     tensors[name].narrow(piece.dim, start, piece.size).zero_()
