@@ -17,6 +17,7 @@ class Command(StrEnum):
 
     RL = "rl"
     SFT = "sft"
+    PRETRAIN = "pretrain"
 
 
 @app.command("show")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from ratoon.cli import bench, config, data, doctor, models, quickstart, report, rl, sft
+from ratoon.cli import bench, config, data, doctor, models, pretrain, quickstart, report, rl, sft
 from ratoon.errors import RatoonError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
@@ -73,6 +73,7 @@ def root(
 app.command("quickstart")(quickstart.quickstart)
 app.command("rl")(rl.rl)
 app.command("sft")(sft.sft)
+app.command("pretrain")(pretrain.pretrain)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")

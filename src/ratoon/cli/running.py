@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ratoon.cli.live import make_display
 from ratoon.config import resolved_yaml
+from ratoon.config.pretrain import PretrainConfig
 from ratoon.config.rl import RLConfig
 from ratoon.config.sft import SFTConfig
 from ratoon.observe.observer import Observer
@@ -19,7 +20,7 @@ from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.summary import OPTIONAL, SUMMARY
 
 
-def open_folder(config: RLConfig | SFTConfig, *, resume: bool) -> RunFolder:
+def open_folder(config: RLConfig | SFTConfig | PretrainConfig, *, resume: bool) -> RunFolder:
     """Make the run's folder, or open the one to resume.
 
     Raises:

@@ -24,7 +24,7 @@ from ratoon.errors import DataError
 
 FORMAT = "ratoon-tokens-1"
 _HEADER_BYTES = 4096
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # A stream of its own for each epoch's order; apart from all other uses of a run's seed.
 _ORDER_KEY = 0x546F6B656E73
 
@@ -147,7 +147,12 @@ class TokenFile:
     def sequences(self, indices: npt.NDArray[np.int64]) -> Ids:
         """Sequences `[B, T + 1]` of these indices: inputs are `[:, :-1]`, targets `[:, 1:]`."""
         places = indices[:, None] * self.length + np.arange(self.length + 1)
-        return self._ids[places].astype(np.int64)
+        found: Ids = self._ids[places].astype(np.int64)
+        return found
+
+    def first(self, count: int) -> Ids:
+        """The first sequences, `count` or as many as there are."""
+        return self.sequences(np.arange(min(count, len(self))))
 
 
 class SequenceOrder:

@@ -52,6 +52,45 @@ METRICS: dict[str, Metric] = {
     "sft/lr": Metric("", "Learning rate of the step"),
     "sft/tokens": Metric("tokens", "Tokens of the step, prompts included"),
     "sft/tokens_per_s": Metric("tokens/s", "Training speed, all workers together"),
+    "pretrain/loss": Metric(
+        "nats/token", "Training loss of the subnetwork, mean since the record before"
+    ),
+    "pretrain/eval_loss": Metric("nats/token", "Held-out loss of the whole model"),
+    "pretrain/eval_subnetwork_loss": Metric(
+        "nats/token", "Held-out loss of the subnetwork in training"
+    ),
+    "pretrain/grad_norm": Metric("", "Gradient norm before clipping, mean since the record before"),
+    "pretrain/clipped_frac": Metric("", "Share of steps clipped since the record before"),
+    "pretrain/lr": Metric("", "Learning rate of the step"),
+    "pretrain/stage": Metric("", "Number of the stage, from 0"),
+    "pretrain/tokens": Metric("tokens", "Tokens trained on so far"),
+    "pretrain/tokens_per_s": Metric("tokens/s", "Training speed, all processes together"),
+    "pretrain/train_s": Metric("s", "Time of training steps so far, evaluation left out"),
+    "pretrain/flops": Metric(
+        "FLOP", "Counted operations so far: forward, backward and optimizer, head included"
+    ),
+    "pretrain/saved_frac": Metric(
+        "", "Share of operations saved so far against the whole model on the same tokens"
+    ),
+    "pretrain/saved_frac_paper": Metric(
+        "", "The same as the paper counts it: layers only, in proportion to their size"
+    ),
+    "switch/full_loss_before": Metric(
+        "nats/token", "Held-out loss of the whole model before a stage begins"
+    ),
+    "switch/full_loss_after": Metric(
+        "nats/token", "Held-out loss of the whole model after it has grown"
+    ),
+    "switch/subnetwork_loss_before": Metric(
+        "nats/token", "Held-out loss of the last stage's subnetworks before a stage begins"
+    ),
+    "switch/subnetwork_loss_after": Metric(
+        "nats/token", "Held-out loss of the new stage's subnetworks at its beginning"
+    ),
+    "switch/drop": Metric("nats/token", "Sudden drop of the subnetwork's loss at the switch"),
+    "switch/predicted_drop": Metric(
+        "nats/token", "That drop by the second-order expansion in the units' outputs"
+    ),
     "rollout/tokens": Metric("tokens", "Response tokens generated in the step"),
     "rollout/tokens_per_s": Metric("tokens/s", "Generation speed, all workers together"),
     "rollout/decode_steps": Metric("steps", "Forward passes of the policy while decoding"),

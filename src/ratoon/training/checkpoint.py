@@ -1,9 +1,11 @@
-"""The policy trainer's state on disk: masters and moments in safetensors, counters in JSON."""
+"""A trainer's state on disk: masters and moments in safetensors, plain values in JSON."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -16,20 +18,14 @@ from ratoon.training.core import TrainerCore
 TENSORS = "trainer.safetensors"
 COUNTERS = "trainer.json"
 
+# Tensors by kind (masters, each moment), then by the parameter's name.
+Kinds = Mapping[str, Mapping[str, Tensor]]
+
 
 def save_trainer(folder: Path, core: TrainerCore) -> None:
     """Write everything that `load_trainer` needs to continue with the same bits, or nothing."""
     state = core.state_dict()
-    tensors = {
-        f"{kind}.{name}": value
-        for kind, views in state["tensors"].items()
-        for name, value in views.items()
-    }
-    size = sum(value.nbytes for value in tensors.values())
-    with whole_directory(folder, size) as draft:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, draft / TENSORS)
-        counters = {"steps_done": state["steps_done"], "tensors": len(tensors)}
-        (draft / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
+    save_state(folder, state["tensors"], {"steps_done": state["steps_done"]})
 
 
 def load_trainer(folder: Path, core: TrainerCore) -> None:
@@ -37,8 +33,29 @@ def load_trainer(folder: Path, core: TrainerCore) -> None:
 
     Raises: CheckpointError if it is missing, damaged or of another model.
     """
+    kinds, values = load_state(folder)
+    core.load_state_dict({"tensors": kinds, "steps_done": values["steps_done"]})
+
+
+def save_state(folder: Path, kinds: Kinds, values: Mapping[str, Any]) -> None:
+    """Write tensors and plain values into a folder that appears whole or not at all."""
+    tensors = {
+        f"{kind}.{name}": value for kind, views in kinds.items() for name, value in views.items()
+    }
+    size = sum(value.nbytes for value in tensors.values())
+    with whole_directory(folder, size) as draft:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, draft / TENSORS)
+        counters = {**values, "tensors": len(tensors)}
+        (draft / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
+
+
+def load_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """What `save_state` wrote.
+
+    Raises: CheckpointError if it is missing or damaged.
+    """
     try:
-        counters = json.loads((folder / COUNTERS).read_text(encoding="utf-8"))
+        counters: dict[str, Any] = json.loads((folder / COUNTERS).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSORS)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
@@ -53,4 +70,4 @@ def load_trainer(folder: Path, core: TrainerCore) -> None:
     for name, value in tensors.items():
         kind, _, parameter = name.partition(".")
         kinds.setdefault(kind, {})[parameter] = value
-    core.load_state_dict({"tensors": kinds, "steps_done": counters["steps_done"]})
+    return kinds, counters

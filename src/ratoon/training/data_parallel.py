@@ -41,6 +41,12 @@ class DataParallel:
             dist.all_reduce(values, dist.ReduceOp.MAX, self.group)
         return values
 
+    def copy_first_(self, values: Tensor) -> Tensor:
+        """Replace `values` by those of worker 0."""
+        if self.size > 1:
+            dist.broadcast(values, group=self.group, group_src=0)
+        return values
+
     def all_true(self, value: bool) -> bool:
         """Whether `value` holds on every worker."""
         flag = torch.tensor(int(value))

@@ -1,0 +1,269 @@
+"""A whole run of pretraining, in this process or in each that torchrun started.
+
+    for each step:   stage → grow at its beginning → draw, forward, backward, update → record
+
+Rank 0 records, shows, and writes checkpoints and the model; draws, data and updates are functions
+of the configuration and the step alone, so the ranks agree without a message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ratoon.config.pretrain import PretrainConfig
+from ratoon.errors import ConfigError
+from ratoon.est.schedule import Stage
+from ratoon.est.subnetwork import Subnetwork
+from ratoon.loop.accounting import Account, StepCost
+from ratoon.loop.growing import grow_into
+from ratoon.loop.pretrain_output import load_run, save_pretrained, save_run
+from ratoon.loop.pretrain_setup import (
+    decoder_config,
+    evolution,
+    learning_rate,
+    make_decoder,
+    open_data,
+)
+from ratoon.observe.observer import Observer
+from ratoon.observe.run_folder import RunFolder
+from ratoon.training.data_parallel import DataParallel
+from ratoon.training.flat_weights import UpdateRule, require_finite
+from ratoon.training.pretrainer import Passes, Pretrainer, StepResult
+from ratoon.training.torchrun import torchrun_workers
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainResult:
+    """What a run came to.
+
+    `evaluations` maps a step to the whole model's held-out loss, `losses` to the mean training loss
+    since the record before, both in nats per token. `metrics` are the last recorded.
+    """
+
+    evaluations: dict[int, float]
+    losses: dict[int, float]
+    metrics: dict[str, float]
+
+
+def pretrain(
+    config: PretrainConfig, folder: RunFolder | None, observer: Observer
+) -> PretrainResult:
+    """Train as configured; continues after the last checkpoint in `folder`, if there is one.
+
+    Without a folder nothing is written: no checkpoints and no model.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, CapabilityError: before the first step.
+        NumericsError: a gradient is not finite.
+    """
+    with torchrun_workers() as (workers, device):
+        run = _Run(config, folder, observer, workers, device)
+        run.resume()
+        run.train()
+        if folder is not None:
+            save_pretrained(config, folder, run.trainer.decoder, run.metrics)
+        return PretrainResult(run.evaluations, run.losses, run.metrics)
+
+
+@dataclass(slots=True)
+class _Window:
+    """What happened since the last record; tensors are on the device, and nothing waits for them.
+
+    `started_s` is the clock at its first step.
+    """
+
+    started_s: float
+    results: list[StepResult] = field(default_factory=list)
+
+
+class _Run:
+    """State of one process of a run."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        folder: RunFolder | None,
+        observer: Observer,
+        workers: DataParallel,
+        device: torch.device,
+    ) -> None:
+        self.config, self.folder, self.observer, self.workers = config, folder, observer, workers
+        length, update = config.data.sequence_length, config.update
+        self.batch = update.batch_tokens // length
+        if self.batch % workers.size:
+            raise ConfigError(
+                f"update.batch_tokens = {update.batch_tokens} is {self.batch} sequences, which "
+                f"{workers.size} processes cannot share out; give a multiple of "
+                f"{workers.size * length}"
+            )
+        self.share = self.batch // workers.size
+        self.data = open_data(config)
+        model = decoder_config(config, self.data.train.header)
+        passes = Passes(
+            min(update.micro_batch_tokens // length, self.share), update.activation_checkpointing
+        )
+        self.evolution = evolution(config, model, passes.micro_batch)
+        self.lr = learning_rate(config)
+        self.trainer = Pretrainer(
+            make_decoder(config, model).to(device),
+            _rule(config),
+            passes,
+            shape=self.evolution.shape,
+            freezes=config.evolve is None or config.evolve.unsampled == "freeze",
+            compute_dtype=getattr(torch, config.model.dtype),
+            workers=workers,
+        )
+        self.full = Subnetwork.full(self.evolution.shape)
+        self.cost = StepCost(
+            model,
+            self.full,
+            tokens=self.batch * length,
+            length=length,
+            parameters=[tuple(p.shape) for p in self.trainer.decoder.parameters()],
+            optimizer=config.optimizer.kind,
+        )
+        self.account = Account()
+        self.window = _Window(observer.clock.now())
+        self.evaluations: dict[int, float] = {}
+        self.losses: dict[int, float] = {}
+        self.metrics: dict[str, float] = {}
+
+    def resume(self) -> None:
+        """Go on after the last checkpoint, if there is one."""
+        account = load_run(self.config, self.folder, self.trainer, self.data, self.evolution)
+        if account is not None:
+            self.account = account
+        # Also what a run wrote that ended before its first checkpoint.
+        self.observer.resume_after(self.account.steps or -1)
+
+    def train(self) -> None:
+        """All steps that are left."""
+        config, done = self.config, self.account.steps
+        self.observer.phase("pretraining", config.steps, done=done)
+        if not done:
+            self._evaluate(0)
+        for step in range(done, config.steps):
+            if self._begins_stage(step):
+                self._grow(step)
+            self._step(step)
+            made = step + 1
+            last = made == config.steps
+            every = config.evaluation.every
+            evaluates = last or (every is not None and made % every == 0)
+            saves = made % config.checkpoint.every == 0 and not last
+            if made % config.log_every == 0 or evaluates or saves or self._begins_stage(made):
+                self._record(step)
+            if evaluates:
+                self._evaluate(made)
+            if saves:
+                save_run(config, self.folder, self.trainer, self.data, self.evolution, self.account)
+            if evaluates or saves:
+                self.window.started_s = self.observer.clock.now()
+
+    def _step(self, step: int) -> None:
+        stage = self.evolution.schedule.at(step)
+        start = step * self.batch + self.workers.rank * self.share
+        sequences = self.data.train.sequences(self.data.order.take(start, self.share))
+
+        def draw(number: int, count: int) -> Subnetwork:
+            return self.evolution.sampler.draw(stage.rates, step, number, count)
+
+        result = self.trainer.step(sequences, self._lr(step), None if stage.rates.is_full else draw)
+        self.window.results.append(result)
+        self._pay(stage)
+
+    def _lr(self, step: int) -> float:
+        evolve, stage = self.config.evolve, self.evolution.schedule.at(step)
+        scale = 1.0 if evolve is None or stage.rates.is_full else evolve.lr_scale
+        return self.lr.at(step) * scale
+
+    def _pay(self, stage: Stage) -> None:
+        account, subnetwork = self.account, self._example(stage)
+        account.steps += 1
+        account.tokens += self.batch * self.config.data.sequence_length
+        account.flops += self.cost.flops(subnetwork)
+        account.full_flops += self.cost.flops(self.full)
+        account.paper_steps += self.cost.paper(subnetwork)
+
+    def _example(self, stage: Stage) -> Subnetwork:
+        """One draw of a stage; all of them cost the same."""
+        return self.evolution.sampler.draw(stage.rates, 0, 0, self.trainer.passes.micro_batch)
+
+    def _begins_stage(self, step: int) -> bool:
+        return any(stage.start == step for stage in self.evolution.schedule.stages[1:])
+
+    def _grow(self, step: int) -> None:
+        """The stage before `step` ends; measure what the switch does."""
+        schedule = self.evolution.schedule
+        before, after = schedule.at(step - 1), schedule.at(step)
+        grow_into(self.trainer, self._example(before), self._example(after), after.new_layers)
+        if self.config.evolve is not None and self.config.evolve.moments == "reset":
+            self.trainer.weights.reset_moments()
+        self.window.started_s = self.observer.clock.now()
+
+    def _record(self, step: int) -> None:
+        """Record the steps since the last record. The run's only host-device syncs."""
+        results, clock = self.window.results, self.observer.clock
+        losses = torch.stack([result.loss for result in results])
+        norms = torch.stack([result.grad_norm for result in results])
+        loss = float(self.workers.sum_(losses).mean())
+        norm = float(norms.mean())
+        require_finite(norm)
+        now = clock.now()
+        seconds = now - self.window.started_s
+        self.account.train_s += seconds
+        tokens = len(results) * self.batch * self.config.data.sequence_length
+        made = step + 1
+        self.observer.span("trainer", "update", self.window.started_s, now, step=made)
+        self.losses[made] = loss
+        limit = self.config.optimizer.max_grad_norm
+        self._say(
+            made,
+            {
+                "pretrain/loss": loss,
+                "pretrain/grad_norm": norm,
+                "pretrain/clipped_frac": float((norms > limit).double().mean()),
+                "pretrain/lr": self._lr(step),
+                "pretrain/stage": self.evolution.schedule.index(step),
+                "pretrain/tokens_per_s": tokens / seconds if seconds else 0.0,
+                **self.account.metrics(),
+            },
+        )
+        self.window = _Window(clock.now())
+
+    def _evaluate(self, made: int) -> None:
+        """Held-out loss of the whole model, and of a nested subnetwork beside it."""
+        if self.data.held_out is None:
+            return
+        clock = self.observer.clock
+        started = clock.now()
+        limit = self.config.evaluation.sequences or len(self.data.held_out)
+        sequences = self.data.held_out.first(limit)
+        loss = self.trainer.evaluate(sequences)
+        values = {"pretrain/eval_loss": loss}
+        stage = self.evolution.schedule.at(max(0, made - 1))
+        evolve = self.config.evolve
+        if evolve is not None and evolve.method == "nested" and not stage.rates.is_full:
+            values["pretrain/eval_subnetwork_loss"] = self.trainer.evaluate(
+                sequences, self._example(stage)
+            )
+        self.observer.span("trainer", "evaluation", started, clock.now(), step=made)
+        self.evaluations[made] = loss
+        self._say(made, values)
+
+    def _say(self, made: int, values: dict[str, float]) -> None:
+        self.metrics |= values
+        self.observer.metrics(made, values)
+
+
+def _rule(config: PretrainConfig) -> UpdateRule:
+    optimizer = config.optimizer
+    return UpdateRule(
+        kind=optimizer.kind,
+        betas=optimizer.betas,
+        momentum=optimizer.momentum,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+    )

@@ -1,0 +1,164 @@
+"""What pretraining needs before its first step: data, model, subnetworks, learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ratoon.config.evolve import Evolve
+from ratoon.config.pretrain import ModelShape, PretrainConfig
+from ratoon.data.prepare import HELD_OUT, TRAIN, tokenizer_hash
+from ratoon.data.token_file import SequenceOrder, TokenFile, TokenHeader
+from ratoon.errors import CapabilityError, ConfigError
+from ratoon.est.sampler import NestedSampler, RandomSampler, Sampler
+from ratoon.est.schedule import NewLayers, StagedSchedule, StagePart
+from ratoon.est.subnetwork import Normalisation, Rates, Shape
+from ratoon.loop.setup import check_context
+from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.models.hf_config import FAMILIES, read_config
+from ratoon.models.hf_io import load_decoder
+from ratoon.models.initialise import new_decoder
+from ratoon.training.lr_schedule import LearningRate
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Sequences to learn from, those held out, and the order of the former."""
+
+    train: TokenFile
+    held_out: TokenFile | None
+    order: SequenceOrder
+
+
+def open_data(config: PretrainConfig) -> Data:
+    """Open the token files. Raises: DataError if one is missing, damaged or too short."""
+    folder, length = config.data.path, config.data.sequence_length
+    train = TokenFile(folder / TRAIN, length)
+    held_out = TokenFile(folder / HELD_OUT, length) if (folder / HELD_OUT).exists() else None
+    if held_out is None and "evaluation" in config.changed_keys():
+        raise ConfigError(
+            f"evaluation would have no effect because {folder} holds no {HELD_OUT}; prepare the "
+            "data with --held-out, or remove the section"
+        )
+    return Data(train, held_out, SequenceOrder(len(train), config.seed))
+
+
+def decoder_config(config: PretrainConfig, header: TokenHeader) -> DecoderConfig:
+    """The configured model's shape.
+
+    Raises:
+        ConfigError: it does not fit the tokens or the sequences.
+        CapabilityError: its family is not supported.
+    """
+    if config.model.path is None:
+        assert config.model.shape is not None
+        return _new_config(config.model.shape, header, config.data.sequence_length)
+    found = read_config(config.model.path)
+    check_context("data.sequence_length", config.data.sequence_length, config.model.path)
+    if tokenizer_hash(config.model.path) != header.tokenizer:
+        raise ConfigError(
+            f"data.path = {config.data.path} was not made with the tokenizer of model.path = "
+            f"{config.model.path}; prepare it again with --tokenizer {config.model.path}"
+        )
+    if found.vocab_size < header.vocab_size:
+        raise ConfigError(
+            f"the model has {found.vocab_size} tokens, data.path = {config.data.path} has "
+            f"{header.vocab_size}; prepare the data with the model's tokenizer"
+        )
+    return found
+
+
+def _new_config(shape: ModelShape, header: TokenHeader, length: int) -> DecoderConfig:
+    if shape.family not in FAMILIES:
+        raise CapabilityError(
+            f"model.shape.family = {shape.family} is not supported; supported: "
+            f"{', '.join(FAMILIES)}"
+        )
+    multiple = shape.vocab_multiple
+    traits: dict[str, Any] = FAMILIES[shape.family].traits
+    return DecoderConfig(
+        family=shape.family,
+        vocab_size=-(-header.vocab_size // multiple) * multiple,
+        hidden_size=shape.width,
+        intermediate_size=shape.mlp_width,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads or shape.heads,
+        head_dim=shape.head_width or shape.width // shape.heads,
+        max_positions=shape.positions or length,
+        tie_word_embeddings=shape.tie_embeddings,
+        bos_id=header.document_end,
+        eos_ids=(header.document_end,),
+        **traits,
+    )
+
+
+def make_decoder(config: PretrainConfig, shape: DecoderConfig) -> Decoder:
+    """The decoder to begin with, in float32 on the CPU."""
+    if config.model.path is None:
+        return new_decoder(shape, config.seed)
+    return load_decoder(config.model.path)
+
+
+def learning_rate(config: PretrainConfig) -> LearningRate:
+    """The learning rate of each step."""
+    optimizer = config.optimizer
+    return LearningRate(
+        optimizer.lr,
+        config.steps,
+        optimizer.warmup_steps,
+        optimizer.schedule,
+        optimizer.decay_frac,
+        optimizer.final_lr_frac,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Evolution:
+    """How the subnetwork of a step is found."""
+
+    shape: Shape
+    schedule: StagedSchedule
+    sampler: Sampler
+    new_layers: NewLayers
+
+
+def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) -> Evolution:
+    """Schedule and sampler, checked against the model and `micro_batch` sequences.
+
+    Without `evolve` there is one stage, the whole model.
+
+    Raises: ConfigError if rates leave nothing of an axis, or stages start past the decay.
+    """
+    evolve = config.evolve
+    if evolve is None:
+        shape = Shape.of(model)
+        whole = StagedSchedule.of([StagePart(0.0, Rates())], config.steps)
+        return Evolution(shape, whole, NestedSampler(shape), "as_they_are")
+    shape = Shape.of(model, neuron_block=evolve.neuron_block, head_unit=evolve.head_unit)
+    sampler = _sampler(evolve, shape, config.seed)
+    new_layers: NewLayers = evolve.new_layers if evolve.method == "nested" else "as_they_are"
+    schedule = StagedSchedule.of(
+        [StagePart(stage.start, Rates(*stage.rates), new_layers) for stage in evolve.stages],
+        config.steps,
+    )
+    if config.optimizer.schedule == "wsd":
+        schedule.require_growth_before(learning_rate(config).decay_start)
+    for stage in schedule.stages:
+        sampler.check(stage.rates, micro_batch)
+    return Evolution(shape, schedule, sampler, new_layers)
+
+
+def _sampler(evolve: Evolve, shape: Shape, seed: int) -> Sampler:
+    if evolve.method == "nested":
+        return NestedSampler(shape)
+    choice = evolve.random
+    return RandomSampler(
+        shape,
+        seed,
+        Normalisation(choice.scale_attention, choice.scale_mlp, choice.scale_layers),
+        share_indices=choice.share_indices,
+        per=choice.every,
+        depth=choice.depth,
+        pinned_layers=choice.pinned_layers,
+    )

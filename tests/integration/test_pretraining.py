@@ -1,0 +1,97 @@
+"""Pretraining from end to end, whole and on subnetworks that grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lab import metrics_of
+from pretraining import EVOLVE, CutShort, EndsAt, make_config, make_data, open_folder, run
+
+from ratoon.errors import ConfigError
+from ratoon.loop.pretrain_run import pretrain
+from ratoon.models.hf_io import load_decoder
+from ratoon.models.packing import PackedBatch
+from ratoon.models.tokenizer import Tokenizer
+from ratoon.observe.observer import Observer
+from ratoon.observe.run_folder import RunFolder
+
+NESTED = {
+    "method": "nested",
+    "stages": [{"start": 0, "layers": 0.5, "heads": 0.5, "neurons": 0.5}, {"start": 0.5}],
+}
+KINDS = {"whole": {}, "random": {"evolve": EVOLVE}, "nested": {"evolve": NESTED}}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretraining") / "data"
+    make_data(folder)
+    return folder
+
+
+def same_weights(one: RunFolder, other: RunFolder) -> bool:
+    first, second = (load_decoder(each.model).state_dict() for each in (one, other))
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls_and_transformers_loads_the_model(data: Path, kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(data, f"falls-{kind}", "steps=60", "log_every=10", **KINDS[kind])
+    folder, result = run(config)
+    assert result.evaluations[60] < result.evaluations[0] - 0.7
+    metrics = metrics_of(folder)
+    assert metrics[60]["pretrain/tokens"] == 60 * 256
+    saved = metrics[60]["pretrain/saved_frac"]
+    assert (saved > 0.1) == (kind != "whole")
+    tokenizer = Tokenizer.load(folder.model)
+    decoder = load_decoder(folder.model)
+    theirs = AutoModelForCausalLM.from_pretrained(folder.model, dtype=torch.float32)
+    ids = list(tokenizer.encode("ab ba"))
+    with torch.no_grad():
+        hidden, _ = decoder(PackedBatch.of([ids]))
+        expected = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(hidden @ decoder.head_weight.t(), expected, rtol=1e-4, atol=1e-4)
+    card = (folder.model / "README.md").read_text()
+    assert f"{60 * 256:,}" in card
+    assert "library_name: transformers" in card
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", [4, 9])
+def test_a_run_that_was_cut_short_ends_with_the_same_bits(data: Path, kind: str, end: int) -> None:
+    """It ends before or after its first checkpoint, inside a stage; steps are done anew."""
+    whole, _ = run(make_config(data, f"whole-{kind}-{end}", **KINDS[kind]))
+    config = make_config(data, f"cut-{kind}-{end}", **KINDS[kind])
+    with pytest.raises(CutShort), EndsAt(open_folder(config), end) as observer:
+        pretrain(config, RunFolder(config.output_dir / config.name), observer)
+    resumed, _ = run(config, resume=True)
+    assert same_weights(whole, resumed)
+    timed = ("_s", "time/")
+    for step, values in metrics_of(whole).items():
+        again = metrics_of(resumed)[step]
+        assert values.keys() == again.keys()
+        for name, value in values.items():
+            if not name.endswith(timed) and not name.startswith(timed):
+                assert again[name] == value, (step, name)
+
+
+def test_a_run_without_a_folder_gives_the_same_numbers(data: Path) -> None:
+    config = make_config(data, "folderless")
+    _, expected = run(config)
+    with Observer() as observer:
+        found = pretrain(config, None, observer)
+    assert found.evaluations == expected.evaluations
+    assert found.losses == expected.losses
+
+
+def test_a_run_is_not_resumed_into_another_past(data: Path) -> None:
+    config = make_config(data, "past", evolve=EVOLVE)
+    with pytest.raises(CutShort), EndsAt(open_folder(config), 9) as observer:
+        pretrain(config, RunFolder(config.output_dir / config.name), observer)
+    longer = make_config(data, "past", "steps=24", evolve=EVOLVE)
+    with pytest.raises(ConfigError, match="learning rate of the last step was"):
+        run(longer, resume=True)
