@@ -44,7 +44,6 @@ RL: dict[str, Any] = {
     "optimizer": {"lr": 2e-5},
     "update": {"micro_batch_tokens": 2048},
     "rollout": {"max_length": 384, "max_batch": 64},
-    "speculation": {"depth": 6, "budget": 15},
     "drafter": {"draft_vocab_size": 1024, "window": 256},
     "evaluation": {"prompts": 192},
     "checkpoint": {"every": 1000},
