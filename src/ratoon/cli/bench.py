@@ -58,6 +58,21 @@ def neighbour(
     _show(lambda: run(model, drafter=drafter, rounds=rounds), as_json)
 
 
+@app.command("est")
+def est(
+    rounds: Rounds = 5,
+    tokens: Annotated[int, typer.Option(min=1024, help="Tokens of an optimizer step.")] = 8192,
+    document_tokens: Annotated[
+        int, typer.Option(min=1, max=1024, help="Tokens of a document.")
+    ] = 1024,
+    as_json: AsJson = False,
+) -> None:
+    """Stages of an evolving run at GPT-2's smallest shape: seconds against counted operations."""
+    from ratoon.bench.est import run
+
+    _show(lambda: run(rounds, num_tokens=tokens, document_tokens=document_tokens), as_json)
+
+
 def _show(measure: Callable[[], dict[str, Any]], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(measure(), indent=2))
