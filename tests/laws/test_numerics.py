@@ -8,13 +8,16 @@ and SmolLM2 itself where it is at hand. The full matrix is in `benchmarks/numeri
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ratoon.bench.numerics import CHUNKS, Case, Laboratory, all_cases, pairwise
 from ratoon.models import prepacked
-from ratoon.models.decoder import DecoderConfig
+from ratoon.models.hf_config import FAMILIES, family_config
 from ratoon.models.hf_io import load_decoder
 from ratoon.models.prepacked import prepacking_available
 from ratoon.models.tiny import random_decoder
@@ -37,10 +40,11 @@ def make_model(
     vocab_size: int = 1024,
     dtype: torch.dtype = torch.bfloat16,
     row_hint: int = prepacked.ROW_HINT,
+    family: str = "llama",
 ) -> InferenceModel:
     """Random weights; by default SmolLM2's shapes with four layers and a small vocabulary."""
-    config = DecoderConfig(
-        family="llama",
+    config = family_config(
+        family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -51,15 +55,19 @@ def make_model(
         max_positions=4096,
     )
     decoder = random_decoder(config, seed=0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in decoder.layers:
             # Random attention is nearly uniform, and hides in what order it was summed.
             layer.qkv_proj.weight.mul_(2)
+        for name, parameter in decoder.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(0.0, 1.0, generator=generator)
     return InferenceModel(decoder, num_positions=2200, dtype=dtype, row_hint=row_hint)
 
 
-def make_tiny_model(dtype: torch.dtype = torch.bfloat16, **shape: int) -> InferenceModel:
-    sizes = {
+def make_tiny_model(dtype: torch.dtype = torch.bfloat16, **shape: Any) -> InferenceModel:
+    sizes: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 4,
@@ -142,6 +150,48 @@ def test_more_than_128_rows_in_one_call_are_caught(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(prepacked, "MAX_ROWS", 10_000)
     report = check_invariance(make_model(num_layers=1))
     assert report.failures == ("down_proj with 256 rows",)
+
+
+@needs_prepacking
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_start_up_check_passes_for_every_family(family: str) -> None:
+    kv_heads = 4 if family == "gpt2" else 2
+    assert check_invariance(make_tiny_model(family=family, num_kv_heads=kv_heads)).failures == ()
+
+
+@needs_prepacking
+def test_a_bias_does_not_hide_what_it_is_added_to() -> None:
+    report = check_invariance(make_tiny_model(hidden_size=576, family="gpt2", row_hint=16))
+    assert any("qkv_proj" in failure for failure in report.failures)
+
+
+@needs_prepacking
+def test_attention_of_a_single_query_is_computed_as_that_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many key heads as query heads: a decode step has one query for each."""
+    model = make_tiny_model(num_kv_heads=4)
+    assert check_invariance(model).holds
+    monkeypatch.setattr(numerics, "attend", _attend_singly)
+    assert any("attention" in failure for failure in check_invariance(model).failures)
+
+
+def _attend_singly(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int) -> Tensor:
+    folded = q.view(keys.shape[0], -1, keys.shape[1], keys.shape[3]).transpose(1, 2)
+    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    return attended.transpose(1, 2)
+
+
+@needs_prepacking
+def test_wide_products_are_cut_into_as_many_rows_as_keep_their_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GPT-2's MLP of 3,072 neurons."""
+    shape = {"hidden_size": 256, "intermediate_size": 3072, "num_layers": 1}
+    assert check_invariance(make_tiny_model(**shape)).holds
+    monkeypatch.setattr(prepacked, "_SURE_COLUMNS", 4096)
+    failures = check_invariance(make_tiny_model(**shape)).failures
+    assert "down_proj with 128 rows" in failures
 
 
 @needs_prepacking

@@ -21,6 +21,7 @@ from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
 from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.models.hf_config import FAMILIES, family_config
 from ratoon.models.hf_io import load_decoder
 from ratoon.models.tiny import random_decoder
 from ratoon.records import Completion, DrawKey, Request, SamplingParams, Stream
@@ -50,24 +51,28 @@ PARAMS = {
 Answers = dict[DrawKey, Completion]
 
 
-def tiny_decoder(seed: int = 0) -> Decoder:
+def tiny_decoder(seed: int = 0, family: str = "llama", max_positions: int = 512) -> Decoder:
     """Random weights with an entropy of about two nats a token."""
-    config = DecoderConfig(
-        family="llama",
+    config = family_config(
+        family,
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
         num_layers=4,
         num_heads=4,
-        num_kv_heads=2,
+        num_kv_heads=4 if family == "gpt2" else 2,
         head_dim=16,
-        max_positions=512,
+        max_positions=max_positions,
     )
     decoder = random_decoder(config, seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         decoder.norm.weight.mul_(3)
         for layer in decoder.layers:
             layer.qkv_proj.weight.mul_(2)
+        for name, parameter in decoder.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(0.0, 0.3, generator=generator)
     return decoder
 
 
@@ -317,6 +322,23 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
     stats = engine.take_stats()
     assert stats.speculative_steps > 0
     assert stats.tokens == sum(len(a.token_ids) for a in world.answers(requests).values())
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
+def test_every_family_gives_the_tokens_of_plain_decoding(family: str) -> None:
+    """Up to its last position, which drafts lie beyond; learned positions end there."""
+    world = make_world(tiny_decoder(family=family, max_positions=MAX_LENGTH))
+    text = tuple(range(MAX_LENGTH - 20))
+    last = replace(make_requests()[0], prompt_ids=text, max_tokens=20, eos_ids=())
+    requests = [*make_requests()[1:], last]
+    for max_rows in (3, 16):
+        engine = world.engine(
+            max_rows=max_rows,
+            drafting=guided(world, requests, max_rows),
+            rule=rule_of([CHAIN, TREE, replace(TREE, use_learned=False)]),
+        )
+        world.check(completions(run(engine, requests)), requests)
+        assert engine.take_stats().speculative_steps > 0
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 16])

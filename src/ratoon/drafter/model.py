@@ -281,7 +281,8 @@ class Eagle3Drafter(nn.Module):
         """A drafter that starts as the target's last layer and head, in float32.
 
         It reads the last tap unchanged and ignores the embedding until training says otherwise.
-        Parts whose shapes differ from the target's start as small normal noise.
+        Parts that the target has not (a gated MLP), or has in another shape, start as small normal
+        noise; biases and norms of queries and keys are left out.
         """
         drafter = Eagle3Drafter(config).to(target.head_weight.device)
         drafter.set_vocabulary(vocabulary)
@@ -315,7 +316,7 @@ def choose_draft_vocabulary(counts: Tensor, size: int, always: Iterable[int]) ->
 
 @torch.no_grad()
 def _initialise(drafter: Eagle3Drafter, target: Decoder) -> None:
-    config, source = drafter.config, cast(Block, target.layers[-1])
+    config, source = drafter.config, cast(Block, target.layers[-1]).weights()
     width = config.hidden_size
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
@@ -323,22 +324,23 @@ def _initialise(drafter: Eagle3Drafter, target: Decoder) -> None:
     if config.target_hidden_size == width:
         drafter.fc.weight.zero_()
         drafter.fc.weight[:, -width:] = torch.eye(width, device=drafter.fc.weight.device)
-        _take(drafter.midlayer.hidden_norm.weight, source.input_norm.weight)
-        _take(drafter.midlayer.post_attention_layernorm.weight, source.post_norm.weight)
+        _take(drafter.midlayer.hidden_norm.weight, source.input_norm)
+        _take(drafter.midlayer.post_attention_layernorm.weight, source.post_norm)
         _take(drafter.norm.weight, target.norm.weight)
         _take(drafter.lm_head.weight, target.head_weight[drafter.draft_ids])
     attention = drafter.midlayer.self_attn
-    parts = torch.split(source.qkv_proj.weight, list(target.config.qkv_sizes))
+    parts = torch.split(source.qkv, list(target.config.qkv_sizes))
     heads = (attention.q_proj, attention.k_proj, attention.v_proj)
     for linear, part in zip(heads, parts, strict=True):
         if linear.weight[:, width:].shape == part.shape:
             linear.weight.zero_()
             linear.weight[:, width:] = part
-    _take(attention.o_proj.weight, source.o_proj.weight)
-    gate, up = source.gate_up_proj.weight.chunk(2)
-    _take(drafter.midlayer.mlp.gate_proj.weight, gate)
-    _take(drafter.midlayer.mlp.up_proj.weight, up)
-    _take(drafter.midlayer.mlp.down_proj.weight, source.down_proj.weight)
+    _take(attention.o_proj.weight, source.out)
+    if target.config.activation == "swiglu":
+        gate, up = source.up.chunk(2)
+        _take(drafter.midlayer.mlp.gate_proj.weight, gate)
+        _take(drafter.midlayer.mlp.up_proj.weight, up)
+        _take(drafter.midlayer.mlp.down_proj.weight, source.down)
 
 
 def _take(into: Tensor, value: Tensor) -> None:

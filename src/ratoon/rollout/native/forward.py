@@ -74,13 +74,12 @@ class InferenceModel:
         taps: Sequence[int] = (),
         row_hint: int = ROW_HINT,
     ) -> None:
-        """Copy `decoder`'s weights in `dtype`, for documents of at most `num_positions` tokens.
+        """Copy `decoder`'s weights in `dtype`, for positions `0 .. num_positions - 1`.
 
-        Raises:
-            CapabilityError: if the model has learned fewer positions.
+        Drafts may lie beyond the last position that a model has learned: they are computed with no
+        position there, and never selected, since requests end before.
         """
         self.config = decoder.config
-        self.config.require_positions(num_positions)
         self.taps = tuple(taps)
         self.dtype = dtype
         self.num_positions = num_positions
@@ -89,7 +88,9 @@ class InferenceModel:
         device = self.embedding.device
         self._positions: Tensor | None = None
         if decoder.embed_positions is not None:
-            self._positions = decoder.embed_positions.weight.detach().to(dtype, copy=True)
+            learned = decoder.embed_positions.weight.detach().to(dtype)
+            self._positions = learned.new_zeros(max(num_positions, len(learned)), learned.shape[1])
+            self._positions[: len(learned)] = learned
         self._rope: Tensor | None = None
         if self.config.positions == "rotary":
             self._rope = rope_table(self.config, num_positions, dtype).to(device)
@@ -215,11 +216,14 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int
     """Attention of `query [R, H, E]` over `keys, values [B, G, W, E]`; returns `[B, N, H, E]`."""
     num_rows, num_kv_heads, _, head_dim = keys.shape
     folded = query.view(num_rows, -1, num_kv_heads, group, head_dim).transpose(1, 2)
-    attended = F.scaled_dot_product_attention(
-        folded.reshape(num_rows, num_kv_heads, -1, head_dim), keys, values, attn_mask=mask
-    )
-    unfolded = attended.view(num_rows, num_kv_heads, -1, group, head_dim).transpose(1, 2)
-    return unfolded.flatten(2, 3)
+    folded = folded.reshape(num_rows, num_kv_heads, -1, head_dim)
+    count = folded.shape[2]
+    # A single query is multiplied by another kernel, which sums in another order.
+    if count == 1:
+        folded = folded.repeat(1, 1, 2, 1)
+    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    unfolded = attended[:, :, :count].view(num_rows, num_kv_heads, -1, group, head_dim)
+    return unfolded.transpose(1, 2).flatten(2, 3)
 
 
 def attention_mask(
