@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ratoon.cli.study import study
+
 app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved rounds with intervals.")
 
 Model = Annotated[Path, typer.Option(help="Directory of the model.")]
@@ -71,6 +73,9 @@ def est(
     from ratoon.bench.est import run
 
     _show(lambda: run(rounds, num_tokens=tokens, document_tokens=document_tokens), as_json)
+
+
+app.command("pretrain")(study)
 
 
 def _show(measure: Callable[[], dict[str, Any]], as_json: bool) -> None:
