@@ -1,102 +1,20 @@
-"""Training the drafter: what it learns, when it stops, what it leaves alone, what it keeps."""
+"""Training the drafter: what it learns, when it stops, what it leaves alone."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from drafter_toy import OPTIONS, Toy, ignore, steps_of
 from torch import Tensor, nn
 
-from ratoon.drafter.checkpoint import (
-    apply_weights,
-    load_buffer,
-    load_checkpoint,
-    load_drafter,
-    save_buffer,
-    save_checkpoint,
-    weights_checksum,
-)
-from ratoon.drafter.data_buffer import DataBuffer, Sample, Slice
+from ratoon.drafter.checkpoint import apply_weights, weights_checksum
 from ratoon.drafter.losses import ROWS, TV
-from ratoon.drafter.micro_batch import MicroBatch
-from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.spot_trainer import SpotTrainer
-from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
-from ratoon.errors import CheckpointError, ConfigError, NumericsError, StaleVersionError
-from ratoon.models.decoder import Decoder, DecoderConfig
-
-VOCABULARY, WIDTH = 24, 32
-TARGET = DecoderConfig("llama", VOCABULARY, WIDTH, 48, 8, 4, 2, 8)
-OPTIONS = TrainerOptions(
-    learning_rate=3e-3,
-    warmup_steps=5,
-    micro_tokens=40,
-    batch_tokens=80,
-    unroll=2,
-    deep_stride=1,
-    compute_dtype=torch.float32,
-)
-
-
-class Toy:
-    """A target whose next token depends on the last one alone, so that a drafter can learn it."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.embedding = torch.randn(VOCABULARY, WIDTH, generator=generator)
-        self.hidden = 0.5 * torch.randn(VOCABULARY, WIDTH, generator=generator)
-        self.head = torch.randn(VOCABULARY, WIDTH, generator=generator)
-
-    def sample(self, uid: int, version: int = 1, length: int = 24) -> Sample:
-        generator = torch.Generator().manual_seed(uid)
-        table = (self.hidden @ self.head.T).softmax(-1)
-        ids = [uid % VOCABULARY]
-        while len(ids) < length:
-            ids.append(int(torch.multinomial(table[ids[-1]], 1, generator=generator)))
-        tokens = torch.tensor(ids)
-        states = self.embedding[tokens[:-1]].repeat(1, 3)
-        return Sample((uid,), tokens, states, self.hidden[tokens[:-1]], 4, version)
-
-    def buffer(self, num_samples: int = 40) -> DataBuffer:
-        buffer = DataBuffer(10_000, seed=3)
-        buffer.begin_step(1, self.head)
-        for uid in range(num_samples):
-            buffer.add(self.sample(uid))
-        return buffer
-
-    def trainer(self, options: TrainerOptions = OPTIONS) -> DrafterTrainer:
-        torch.manual_seed(0)
-        drafter = Eagle3Drafter.from_target(
-            DrafterConfig.for_target(TARGET, VOCABULARY, 16),
-            Decoder(TARGET),
-            torch.arange(VOCABULARY),
-        )
-        trainer = DrafterTrainer(drafter, options)
-        trainer.set_embedding(self.embedding)
-        return trainer
-
-    def batch(self, uid: int = 0) -> MicroBatch:
-        sample = self.sample(uid)
-        piece = Slice(sample, sample.first_query, sample.num_queries)
-        return MicroBatch.build([piece], OPTIONS.unroll, 16)
-
-
-def ignore(weights: dict[str, Tensor], version: int, checksum: str) -> None:
-    """A publication that nobody reads."""
-
-
-def steps_of(trainer: DrafterTrainer, buffer: DataBuffer, steps: int, **spot: int) -> SpotTrainer:
-    session_of = SpotTrainer(
-        trainer, buffer, ignore, publish_every=1000, deterministic_steps=steps, **spot
-    )
-    session_of.start(lambda: True).run()
-    return session_of
+from ratoon.drafter.trainer import DrafterTrainer
+from ratoon.errors import ConfigError, NumericsError
 
 
 def held_out_acceptance(toy: Toy, trainer: DrafterTrainer) -> Tensor:
@@ -308,118 +226,3 @@ def test_deterministic_steps_give_the_same_weights_whatever_the_signal_says() ->
         assert spot.start(should_stop).run().steps == 4
         checksums.add(weights_checksum(trainer.weights()))
     assert len(checksums) == 1
-
-
-# Checkpoints.
-
-
-def test_half_the_steps_twice_with_a_checkpoint_between_equal_all_steps(tmp_path: Path) -> None:
-    toy = Toy()
-    whole, buffer = toy.trainer(), toy.buffer()
-    steps_of(whole, buffer, 3)
-    steps_of(whole, buffer, 3)
-
-    first, buffer = toy.trainer(), toy.buffer()
-    steps_of(first, buffer, 3)
-    save_checkpoint(tmp_path / "drafter", first, version=4)
-    save_buffer(tmp_path / "buffer", buffer)
-    second, version = load_checkpoint(tmp_path / "drafter", OPTIONS)
-    second.set_embedding(toy.embedding)
-    restored = DataBuffer(10_000, seed=0)
-    load_buffer(tmp_path / "buffer", restored)
-    steps_of(second, restored, 3)
-
-    assert (version, second.step, second.tokens) == (4, whole.step, whole.tokens)
-    assert weights_checksum(second.drafter.state_dict()) == weights_checksum(
-        whole.drafter.state_dict()
-    )
-
-
-def test_a_drafter_comes_back_with_its_vocabulary_and_configuration(tmp_path: Path) -> None:
-    drafter = Eagle3Drafter(replace(DrafterConfig.for_target(TARGET, 24, 9), draft_vocab_size=5))
-    drafter.set_vocabulary(torch.tensor([1, 4, 5, 11, 23]))
-    checksum = save_checkpoint(tmp_path / "d", DrafterTrainer(drafter, OPTIONS), 0)
-    loaded = load_drafter(tmp_path / "d")
-    assert loaded.config == drafter.config
-    assert loaded.draft_ids.tolist() == [1, 4, 5, 11, 23]
-    assert loaded.d2t.tolist() == [1, 3, 3, 8, 19]
-    assert loaded.t2d.nonzero()[:, 0].tolist() == [1, 4, 5, 11, 23]
-    assert weights_checksum(loaded.state_dict()) == checksum
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    toy = Toy()
-    trainer = toy.trainer()
-    steps_of(trainer, toy.buffer(), 1)
-    folder = tmp_path_factory.mktemp("saved") / "drafter"
-    save_checkpoint(folder, trainer, 1)
-    return folder
-
-
-def broken(saved: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    folder = tmp_path / "broken"
-    shutil.copytree(saved, folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("lm_head.weight"), r"missing tensors \['lm_head.weight'\]"),
-        (lambda t: t.update(extra=torch.zeros(1)), r"unknown tensors \['extra'\]"),
-        (lambda t: t.update({"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}), "EAGLE-1"),
-        (lambda t: t.update({"norm.weight": torch.zeros(3)}), r"norm.weight has shape \(3,\)"),
-        (lambda t: t.update(d2t=t["d2t"] - 1), "d2t is damaged"),
-        (lambda t: t.update(t2d=~t["t2d"]), "t2d and d2t"),
-        (lambda t: t["norm.weight"].add_(1), "do not belong together"),
-    ],
-)
-def test_a_damaged_drafter_is_refused_by_name(
-    saved: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(broken(saved, tmp_path, change), OPTIONS)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-@pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_missing_and_cut_files_are_refused_by_name(
-    saved: Path, tmp_path: Path, name: str, damage: str
-) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(saved, folder)
-    content = (folder / name).read_bytes()
-    (folder / name).unlink()
-    if damage == "cut":
-        (folder / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match=name):
-        load_checkpoint(folder, OPTIONS)
-
-
-def test_a_checkpoint_is_never_written_over_another(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="exists"):
-        save_checkpoint(saved, Toy().trainer(), 1)
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **options: object) -> None:
-        raise OSError("no room left")
-
-    monkeypatch.setattr(json, "dumps", fail)
-    with pytest.raises(OSError, match="no room"):
-        save_checkpoint(tmp_path / "d", Toy().trainer(), 1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_weights_that_changed_on_the_way_are_refused() -> None:
-    trainer = Toy().trainer()
-    weights = trainer.weights()
-    checksum = weights_checksum(weights)
-    weights["norm.weight"][0] += 1
-    with pytest.raises(StaleVersionError, match=checksum[:12]):
-        apply_weights(trainer.drafter, weights, checksum)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ratoon.drafter.data_buffer import DataBuffer
 from ratoon.drafter.flat import TRAINABLE
+from ratoon.drafter.flat_adamw import MOMENTS
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
-from ratoon.drafter.trainer import MOMENTS, DrafterTrainer, TrainerOptions
+from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
 from ratoon.errors import CheckpointError, ConfigError, StaleVersionError
 
 # Fields of DrafterConfig under the names that serving engines read; the rest is ours.

@@ -10,7 +10,7 @@ Shape letters: P trainable numbers.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ratoon.drafter.model import FUSED, DrafterWeights, Eagle3Drafter
 
@@ -50,11 +50,11 @@ class FlatLayout:
         return DrafterWeights(**views)
 
 
-def adopt(drafter: Eagle3Drafter, layout: FlatLayout) -> nn.Parameter:
-    """Move the drafter's parameters into one flat parameter `[P]` and make them views of it."""
+def adopt(drafter: Eagle3Drafter, layout: FlatLayout) -> Tensor:
+    """Move the drafter's parameters into one flat buffer `[P]` and make them views of it."""
     named = dict(drafter.named_parameters())
     flat = named[TRAINABLE[0]].detach().new_empty(layout.size)
     for name, view in layout.named(flat).items():
         view.copy_(named[name].detach())
         named[name].data = view
-    return nn.Parameter(flat)
+    return flat

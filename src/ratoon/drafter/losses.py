@@ -83,7 +83,7 @@ class HeadLoss:
         torch.mm(teacher_hidden, teacher_head.t(), out=teacher)
         logits = self._gradients.take(len(student), head)
         torch.mm(student, head.t(), out=logits)
-        chunk_rows = self._chunk_rows or (16 if student.device.type == "cpu" else 1024)
+        chunk_rows = self._chunk_rows or (8 if student.device.type == "cpu" else 1024)
         wide = torch.promote_types(logits.dtype, torch.float32)
         work = _Work(self.shape, teacher, min(chunk_rows, len(student)), wide)
         weights = weights.to(wide)
@@ -92,7 +92,7 @@ class HeadLoss:
         for rows in step_rows:
             part = slice(start, start + rows)
             distances, agreed = work.run(logits[part], teacher_rows[part], weights[part])
-            kl, tv = distances.unbind(-1)
+            kl, tv = distances
             counted = (weights[part] > 0).to(wide)
             loss += (weights[part] * (self.shape.kl_weight * kl + self.shape.tv_weight * tv)).sum()
             seen = counted[: len(agreed)]
@@ -136,7 +136,7 @@ class _Rows:
 
 
 class _Work:
-    """Scratch for one chunk of rows, `[5, chunk, Vd]`, and what all chunks share."""
+    """Scratch for one chunk of rows, `[chunk, Vd]` each, and what all chunks share."""
 
     def __init__(
         self, shape: LossShape, teacher: Tensor, chunk_rows: int, wide: torch.dtype
@@ -144,58 +144,58 @@ class _Work:
         self._shape = shape
         self._teacher = teacher
         self._chunk_rows = chunk_rows
-        self._scratch = teacher.new_empty((5, chunk_rows, teacher.shape[1]), dtype=wide)
+        self._narrow = teacher.new_empty((chunk_rows, teacher.shape[1]))
+        self._wide = teacher.new_empty((4, chunk_rows, teacher.shape[1]), dtype=wide)
 
     def run(self, logits: Tensor, teacher_rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Replace `logits [R, Vd]` by their gradient.
 
-        Returns kl and tv of each row `[R, 2]` and whether top-1 agrees for the first chunk.
+        Returns kl and tv of each row `[2, R]` and whether top-1 agrees for the first chunk.
         """
-        shape, chunk_rows = self._shape, self._chunk_rows
-        scale = (weights / shape.temperature)[:, None]
-        distances = weights.new_zeros(len(logits), 2)
-        agreed = weights.new_zeros(0, dtype=torch.bool)
-        for start in range(0, len(logits), chunk_rows):
-            part = slice(start, start + chunk_rows)
-            target, p, z, q, spare = self._scratch[:, : len(logits[part])]
-            _load(self._teacher[teacher_rows[part]], shape.temperature, target, p)
-            _load(logits[part], shape.temperature, z, q)
-            if start == 0:
-                agreed = z.argmax(-1) == target.argmax(-1)
-            log_normalisers = _log_normaliser(z, q) - _log_normaliser(target, p)
-            torch.sub(target, z, out=z)
-            distances[part, 0] = torch.mul(p, z, out=z).sum(-1) + log_normalisers
-            distances[part, 1] = _gradient_into(z, p, q, spare, shape)
-            torch.mul(z, scale[part], out=logits[part])
+        first = slice(self._chunk_rows)
+        agreed = logits[first].argmax(-1) == self._teacher[teacher_rows[first]].argmax(-1)
+        distances = weights.new_empty(2, len(logits))
+        scale = (weights / -self._shape.temperature)[:, None]
+        rows = (logits, teacher_rows, scale, *distances)
+        for chunk in zip(*(values.split(self._chunk_rows) for values in rows), strict=True):
+            self._chunk(*chunk)
         return distances, agreed
 
+    def _chunk(
+        self, logits: Tensor, teacher_rows: Tensor, scale: Tensor, kl: Tensor, tv: Tensor
+    ) -> None:
+        """Fill `kl` and `tv`; write `-scale` times the loss's gradient over the logits.
 
-def _load(logits: Tensor, temperature: float, scores: Tensor, probabilities: Tensor) -> None:
-    """Fill `scores` with logits / T and `probabilities` with their softmax."""
+        tv is the sum of q - p over the tokens where q > p, so its gradient by the logit of v is
+        q(v) * ([q(v) > p(v)] - c) with c the mass of q over those tokens.
+        """
+        shape, count = self._shape, len(logits)
+        narrow = self._narrow[:count]
+        target, p, z, q = self._wide[:, :count]
+        torch.index_select(self._teacher, 0, teacher_rows, out=narrow)
+        p_sum = _softmax(narrow, shape.temperature, target, p)
+        q_sum = _softmax(logits, shape.temperature, z, q)
+        torch.linalg.vecdot(p, target.sub_(z), out=kl)
+        kl.add_((q_sum / p_sum).log_())
+        is_above = torch.gt(q, p, out=z)
+        mass = torch.linalg.vecdot(q, is_above)
+        torch.sub(mass, torch.linalg.vecdot(p, is_above), out=tv)
+        least = mass.mul_(-shape.tv_weight).add_(shape.kl_weight)[:, None]
+        factor = torch.add(least, is_above, alpha=shape.tv_weight, out=target)
+        if shape.kl_weight != 1:
+            p.mul_(shape.kl_weight)
+        torch.mul(torch.addcmul(p, q, factor, value=-1, out=z), scale, out=logits)
+
+
+def _softmax(logits: Tensor, temperature: float, scores: Tensor, probabilities: Tensor) -> Tensor:
+    """Fill `scores` with logits / T less their maximum and `probabilities` with their softmax.
+
+    Returns its denominators `[R]`. In fewer passes than `torch.softmax`, which would not tell them.
+    """
     scores.copy_(logits)
+    scores.sub_(scores.amax(-1, keepdim=True))
     if temperature != 1:
         scores.div_(temperature)
-    torch.softmax(scores, -1, out=probabilities)
-
-
-def _log_normaliser(scores: Tensor, probabilities: Tensor) -> Tensor:
-    """Log of the softmax's denominator, from the largest entry: no second exponential."""
-    return scores.amax(-1) - probabilities.amax(-1).log()
-
-
-def _gradient_into(out: Tensor, p: Tensor, q: Tensor, spare: Tensor, shape: LossShape) -> Tensor:
-    """Write d(loss)/d(logits / T) to `out`; return tv per row.
-
-    tv is the sum of q - p over the tokens where q > p, so its gradient by the logit of v is
-    q(v) * ([q(v) > p(v)] - c) with c the mass of q over those tokens.
-    """
-    torch.sub(q, p, out=out)
-    tv = torch.clamp(out, min=0, out=spare).sum(-1)
-    if shape.kl_weight != 1:
-        out.mul_(shape.kl_weight)
-    if shape.tv_weight != 0:
-        torch.gt(q, p, out=spare).mul_(q)
-        mass = spare.sum(-1, keepdim=True)
-        out.add_(spare, alpha=shape.tv_weight)
-        out.addcmul_(q, mass, value=-shape.tv_weight)
-    return tv
+    total = torch.exp(scores, out=probabilities).sum(-1)
+    probabilities.mul_(total.reciprocal()[:, None])
+    return total

@@ -1,8 +1,8 @@
 """Trains the drafter in bounded pieces.
 
-The drafter's parameters are float32 views of one flat buffer, the compute copies are views of
-another in bfloat16: the optimizer, the norm, the clipping and the copy are one pass each, whatever
-the number of tensors. Many small optimizer steps learn more per second than few large ones.
+The drafter's parameters are float32 views of one flat buffer, compute copies and gradient are views
+of two others in bfloat16: the optimizer goes over all of them once, whatever the number of tensors
+(see `flat_adamw`). Many small optimizer steps learn more per second than few large ones.
 
 The policy never receives a gradient: features, hidden states, embedding and teacher rows enter
 detached.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ratoon.drafter.flat import FlatLayout, adopt
+from ratoon.drafter.flat_adamw import FlatAdamW
 from ratoon.drafter.losses import (
     KL,
     ROWS,
@@ -33,10 +34,9 @@ from ratoon.drafter.losses import (
 )
 from ratoon.drafter.micro_batch import MicroBatch
 from ratoon.drafter.model import Eagle3Drafter
+from ratoon.drafter.training_ops import columns
 from ratoon.drafter.unroll import TrainedDrafter
 from ratoon.errors import ConfigError, NumericsError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +126,13 @@ class DrafterTrainer:
         )
         self._layout = FlatLayout(drafter)
         self._master = adopt(drafter, self._layout)
-        self._gradient = torch.zeros_like(self._master.detach())
-        self._compute = self._master.detach().to(options.compute_dtype, copy=True)
-        # Weight gradients as the products give them; one pass makes them float32.
-        self._products = torch.zeros_like(self._compute)
+        self._compute = self._master.to(options.compute_dtype, copy=True)
+        # Weight gradients as the products give them; the optimizer makes them float32.
+        self._gradient = torch.zeros_like(self._compute)
         self._model = TrainedDrafter(drafter.config, self._layout.fused(self._compute))
         self._head_inputs: list[Tensor] = []
-        self._optimizer = torch.optim.AdamW(
-            [self._master],
-            lr=options.learning_rate,
-            betas=options.betas,
-            weight_decay=options.weight_decay,
-            fused=True,
+        self._optimizer = FlatAdamW(
+            self._master, self._compute, options.betas, options.weight_decay
         )
         steps = torch.arange(options.unroll, dtype=torch.float64, device=self._master.device)
         self._decay = options.step_decay**steps
@@ -179,23 +174,20 @@ class DrafterTrainer:
         """Apply the gathered gradient, normalised by the weight of its rows.
 
         Raises: NumericsError if the gradient is not finite; the weights are left as they were.
-        Cost: about five passes over the P numbers, one host-device sync.
+        Cost: one product per weight, two passes over the P numbers, one host-device sync.
         """
         options, stats = self.options, self._stats.cpu()
         self._write_gradient()
         normaliser = float(self._weight)
-        norm = float(torch.linalg.vector_norm(self._gradient)) / normaliser
+        norm = self._optimizer.norm(self._gradient) / normaliser
         if not math.isfinite(norm):
             raise NumericsError(
                 f"The drafter's gradient norm is {norm} at step {self.step}. Lower the drafter's "
                 "learning rate, or check the target's states for NaN."
             )
         rate = options.learning_rate * min(1.0, (self.step + 1) / max(1, options.warmup_steps))
-        self._optimizer.param_groups[0]["lr"] = rate
-        self._gradient.mul_(min(1.0, options.clip_norm / max(norm, 1e-12)) / normaliser)
-        self._master.grad = self._gradient
-        self._optimizer.step()
-        self._refresh_compute()
+        scale = min(1.0, options.clip_norm / max(norm, 1e-12)) / normaliser
+        self._optimizer.step(self._gradient, scale, rate)
         self.step += 1
         self.tokens += self._pending_tokens
         rows, seen = stats[:, ROWS].clamp(min=1), stats[:, TOP1_ROWS].clamp(min=1)
@@ -239,27 +231,19 @@ class DrafterTrainer:
 
         Empty before the first step.
         """
-        state = self._optimizer.state.get(self._master, {})
         return {
             f"{moment}.{name}": view
-            for moment in MOMENTS
-            if moment in state
-            for name, view in self._layout.named(state[moment]).items()
+            for moment, flat in self._optimizer.moments.items()
+            for name, view in self._layout.named(flat).items()
         }
 
     def load_optimizer_state(self, moments: Mapping[str, Tensor], step: int, tokens: int) -> None:
         """Take over `moments` from `optimizer_state` and the counters; weights are read anew."""
         self.step, self.tokens = step, tokens
-        self._optimizer.state.clear()
-        if moments:
-            state = {"step": torch.tensor(float(step))}
-            for moment in MOMENTS:
-                flat = torch.zeros_like(self._master.detach())
-                for name, view in self._layout.named(flat).items():
-                    view.copy_(moments[f"{moment}.{name}"])
-                state[moment] = flat
-            self._optimizer.state[self._master] = state
-        self._refresh_compute()
+        for moment, flat in self._optimizer.restart(step if moments else 0).items():
+            for name, view in self._layout.named(flat).items() if moments else ():
+                view.copy_(moments[f"{moment}.{name}"])
+        self._compute.copy_(self._master)
         self.discard()
 
     def _student(self, batch: MicroBatch) -> Tensor:
@@ -284,16 +268,10 @@ class DrafterTrainer:
         )
 
     def _write_gradient(self) -> None:
-        """Form all weight gradients gathered, in the master's dtype."""
-        views = self._layout.fused(self._products)
+        """Form all weight gradients gathered."""
+        views = self._layout.fused(self._gradient)
         self._model.write_gradients(views)
-        inputs = torch.cat(self._head_inputs).t().contiguous()
-        torch.mm(inputs, self._head_loss.gradients(), out=views.head.t())
-        self._gradient.copy_(self._products)
-
-    @torch.no_grad()
-    def _refresh_compute(self) -> None:
-        self._compute.copy_(self._master)
+        torch.mm(columns(self._head_inputs), self._head_loss.gradients(), out=views.head.t())
 
     def _extend_rope(self, num_positions: int) -> None:
         if self._rope.shape[1] < num_positions:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ratoon.drafter.micro_batch import MicroBatch
 from ratoon.drafter.model import DrafterConfig, DrafterWeights
-from ratoon.drafter.training_ops import TrainedLinear, rms_norm
+from ratoon.drafter.training_ops import TrainedLinear, attend
 from ratoon.models.decoder import apply_rope
+from ratoon.models.fused import rms_norm
 
 
 class TrainedDrafter:
@@ -50,22 +51,22 @@ class TrainedDrafter:
         query, key, value = self._project(
             _embed(embedding, batch.next_ids), hidden, _at(rope, batch.positions)
         )
-        mask = batch.attention_mask(self.config.window)
-        hidden = self._finish(attend(query[:queries], key, value, mask), hidden[:queries])
+        bias = _bias(batch.attention_mask(self.config.window), hidden.dtype)
+        hidden = self._finish(attend(query[:queries], key, value, bias), hidden[:queries])
         outputs = [hidden]
         deep_ids = batch.deep_ids if len(batch.deep_columns) else batch.deep_ids[:0]
         if len(deep_ids):
             hidden = hidden.index_select(0, batch.deep_columns)
-            mask = mask[batch.deep_columns]
+            bias = bias[batch.deep_columns]
             positions = batch.positions[batch.deep_columns]
-            own = torch.eye(len(positions), dtype=torch.bool, device=mask.device)
+            own = _bias(torch.eye(len(positions), dtype=torch.bool, device=bias.device), bias.dtype)
         for step, ids in enumerate(deep_ids, start=1):
             query, own_key, own_value = self._project(
                 _embed(embedding, ids), hidden, _at(rope, positions + step)
             )
             key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
-            mask = torch.cat([mask, own], dim=1)
-            hidden = self._finish(attend(query, key, value, mask), hidden)
+            bias = torch.cat([bias, own], dim=1)
+            hidden = self._finish(attend(query, key, value, bias), hidden)
             outputs.append(hidden)
         return rms_norm(torch.cat(outputs), self.norm, self.config.rms_norm_eps)
 
@@ -111,24 +112,9 @@ class TrainedDrafter:
         return x + self.down(F.silu(gate) * up)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention of `query [Q, H, E]` over `key, value [S, G, E]` to `[Q, H*E]`.
-
-    `mask [Q, S]` is True where a query sees a key. The heads that share a key are folded into the
-    query axis, so keys are not repeated.
-    """
-    queries, heads, width = query.shape
-    groups = key.shape[1]
-    share = heads // groups
-    folded = query.reshape(queries, groups, share, width).permute(1, 2, 0, 3)
-    out = F.scaled_dot_product_attention(
-        folded.reshape(1, groups, share * queries, width),
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        attn_mask=mask.repeat(share, 1),
-    )
-    unfolded = out.view(groups, share, queries, width).permute(2, 0, 1, 3)
-    return unfolded.reshape(queries, heads * width)
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `mask` is True, else -inf."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _embed(embedding: Tensor, ids: Tensor) -> Tensor:
