@@ -40,6 +40,22 @@ def _randn(*shape: int) -> Tensor:
             lambda x, w: F.linear(F.silu(x[:, :3]) * x[:, 3:], w),
             [(6,), (4, 3)],
         ),
+        (
+            fused.swiglu_linear,
+            lambda x, w, b: F.linear(F.silu(x[:, :3]) * x[:, 3:], w, b),
+            [(6,), (4, 3), (4,)],
+        ),
+        (fused.linear, F.linear, [(6,), (4, 6), (4,)]),
+        (
+            lambda x, w, b: fused.layer_norm(x, w, b, 1e-5),
+            lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
+            [(6,), (6,), (6,)],
+        ),
+        (
+            fused.gelu_linear,
+            lambda x, w, b: F.linear(F.gelu(x, approximate="tanh"), w, b),
+            [(6,), (4, 6), (4,)],
+        ),
     ],
 )
 def test_values_and_gradients_equal_autograd(
@@ -166,3 +182,31 @@ def test_a_shared_prompt_gives_what_repeating_it_gives(branches: list[int]) -> N
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("width", [16, 64, 100, 576])
+def test_a_rows_bits_do_not_depend_on_the_blocks(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, width).bfloat16(), torch.rand(width).bfloat16()
+    gate_up, down = torch.randn(300, 2 * width).bfloat16(), torch.randn(8, width).bfloat16()
+
+    def values() -> list[Tensor]:
+        normed, mapped = x.clone().requires_grad_(), gate_up.clone().requires_grad_()
+        y = fused.rms_norm(normed, weight.clone().requires_grad_(), 1e-5)
+        z = fused.swiglu_linear(mapped, down)
+        return [y, z, *torch.autograd.grad([y.float().sum() + z.float().sum()], [normed, mapped])]
+
+    whole = values()
+    assert torch.equal(whole[0], F.rms_norm(x, (width,), weight, 1e-5))
+    monkeypatch.setattr(fused, "block_rows", lambda x: 37)
+    assert all(map(torch.equal, values(), whole))
+
+
+@pytest.mark.parametrize("width", [20, 64, 96])
+def test_a_rows_gelu_does_not_depend_on_the_rows_beside_it(width: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(300, width).bfloat16() * 2
+    alone = torch.cat([fused.gelu(row) for row in x.split(1)])
+    assert torch.equal(fused.gelu(x), alone)

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Rows at a time on a CPU: a float32 block of width 576 is 300 KB, and three of them fit the L2.
+# Narrower blocks hold as many values in more rows, or Python would take longer than the sums.
 _BLOCK_ROWS = 128
-
+_BLOCK_VALUES = 128 * 576
 
 # oneDNN sums a bf16 product over more than so many columns in another order for few rows than for
 # one row or many.
@@ -35,8 +36,10 @@ _VECTOR_VALUES = 64
 
 
 def block_rows(x: Tensor) -> int:
-    """Rows of `x` to treat at a time: a cache-sized block on a CPU, all of them elsewhere."""
-    return _BLOCK_ROWS if x.device.type == "cpu" else max(1, x.shape[0])
+    """Rows of `x [T, D]` to treat at once: a cache-sized block on a CPU, all of them elsewhere."""
+    if x.device.type != "cpu":
+        return max(1, x.shape[0])
+    return max(_BLOCK_ROWS, _BLOCK_VALUES // x.shape[1])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +50,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def transposed(x: Tensor) -> Tensor:
     """A contiguous copy `[N, T]` of `x [T, N]`, block by block: twice as fast as in one go."""
     out = x.new_empty(x.shape[1], x.shape[0])
-    for source, target in zip(x.split(block_rows(x)), out.split(block_rows(x), dim=1), strict=True):
+    size = _BLOCK_ROWS if x.device.type == "cpu" else max(1, x.shape[0])
+    for source, target in zip(x.split(size), out.split(size, dim=1), strict=True):
         target.copy_(source.t())
     return out
 
@@ -256,34 +260,11 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_linear(up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`gelu(up [T, M]) @ weight [N, M].T` plus `bias [N]`."""
-    return cast(Tensor, _GELULinear.apply(up, weight, bias))  # type: ignore[no-untyped-call]
+    """`gelu(up [T, M]) @ weight [N, M].T` plus `bias [N]`.
 
-
-class _GELULinear(torch.autograd.Function):
-    """Saves `up` and not its activation, which backward makes again in passing."""
-
-    @staticmethod
-    def forward(ctx: Any, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(up, weight, bias)
-        return even_product(gelu(up), weight, bias=bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        up, weight, bias = ctx.saved_tensors
-        size = block_rows(up)
-        grad_hidden = grad @ weight
-        grad_up = torch.empty_like(up)
-        for block, hidden, target in zip(
-            up.split(size), grad_hidden.split(size), grad_up.split(size), strict=True
-        ):
-            torch.ops.aten.gelu_backward.grad_input(
-                hidden, block, approximate="tanh", grad_input=target
-            )
-            # From here on the block holds the activation, not its gradient.
-            hidden.copy_(gelu(block))
-        return grad_up, _weight_grad(grad, grad_hidden, weight), _bias_grad(grad, bias)
+    The activation is kept for backward: its tanh costs more than the memory's way.
+    """
+    return linear(gelu(up), weight, bias)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
