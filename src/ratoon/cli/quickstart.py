@@ -17,6 +17,7 @@ def quickstart(
         Path | None,
         typer.Option(help="Folder of the run. Default: the first free runs/quickstart[-tiny][-N]."),
     ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of order and noise.")] = 1,
 ) -> None:
     """Watch a model learn by reinforcement on this machine, and check that no token changed."""
     from ratoon.cli.running import finish, watching
@@ -27,5 +28,5 @@ def quickstart(
     with watching(None) as observer:
         from ratoon.loop.quickstart import run_quickstart
 
-        run_quickstart(tiny, target, observer)
+        run_quickstart(tiny, target, observer, seed)
     finish(RunFolder(target))

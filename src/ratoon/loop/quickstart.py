@@ -21,9 +21,10 @@ MODEL = "smollm2-135m"
 # Sums with a geometric number of terms: a few solutions are several times as long as most.
 TASK = {"kind": "arithmetic", "max_terms": 16, "max_value": 6}
 SFT: dict[str, Any] = {
-    "seed": 1,
     "data": {"train": TASK | {"size": 2000, "seed": 1}, "chat_template": False},
-    "steps": 24,
+    # Where copying the first term is half learned: what sampling still gets wrong, the model can
+    # find out by itself.
+    "steps": 32,
     "max_length": 512,
     # Many small steps learn more per second than few large ones.
     "optimizer": {"lr": 4e-4, "warmup_steps": 4, "schedule": "linear"},
@@ -31,11 +32,10 @@ SFT: dict[str, Any] = {
     "checkpoint": {"every": 1000},
 }
 RL: dict[str, Any] = {
-    "seed": 1,
-    "steps": 14,
+    "steps": 16,
     "data": {
         "train": TASK | {"size": 2000, "seed": 2},
-        "eval": TASK | {"size": 192, "seed": 3},
+        "eval": TASK | {"size": 256, "seed": 3},
         "chat_template": False,
     },
     "rewards": [{"kind": "number"}],
@@ -45,14 +45,13 @@ RL: dict[str, Any] = {
     "update": {"micro_batch_tokens": 2048},
     "rollout": {"max_length": 384, "max_batch": 64},
     "drafter": {"draft_vocab_size": 1024, "window": 256},
-    "evaluation": {"prompts": 192},
+    "evaluation": {"prompts": 256},
     "checkpoint": {"every": 1000},
     "replay_last_step": True,
 }
 
 TINY_TASK = {"kind": "arithmetic", "max_terms": 8, "max_value": 5}
 TINY_SFT: dict[str, Any] = {
-    "seed": 1,
     "data": {"train": TINY_TASK | {"size": 4000, "seed": 1}, "chat_template": False},
     "steps": 560,
     "max_length": 160,
@@ -61,7 +60,6 @@ TINY_SFT: dict[str, Any] = {
     "checkpoint": {"every": 1000},
 }
 TINY_RL: dict[str, Any] = {
-    "seed": 1,
     "steps": 24,
     "data": {
         "train": TINY_TASK | {"size": 1000, "seed": 2},
@@ -80,12 +78,14 @@ TINY_RL: dict[str, Any] = {
 }
 
 
-def run_quickstart(tiny: bool, target: Path, observer: Observer) -> None:
+def run_quickstart(tiny: bool, target: Path, observer: Observer, seed: int = 1) -> None:
     """Run the quickstart into `target`; the warm start's own folder lies in there.
+
+    `seed` is that of order and noise; the problems are the same for all.
 
     Raises: RatoonError of all kinds.
     """
-    sft, rl = (TINY_SFT, TINY_RL) if tiny else (SFT, RL)
+    sft, rl = ({**part, "seed": seed} for part in ((TINY_SFT, TINY_RL) if tiny else (SFT, RL)))
     model = target / "start" if tiny else Path("models") / MODEL
     warm = {"output_dir": str(target), "name": "warm-start"}
     sft_config = build_config(SFTConfig, {**sft, **warm, "model": {"path": str(model)}})
