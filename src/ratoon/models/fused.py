@@ -31,6 +31,9 @@ _BLOCK_VALUES = 128 * 576
 _ONE_SUM_COLUMNS = 384
 _EVEN_ROWS = 1024
 
+# Factors of a weight's gradient, 2,048 tokens long, up to which a transposed copy does not pay.
+_NARROW = 512
+
 # What torch's loops over two AVX-512 vectors of bf16 take at once.
 _VECTOR_VALUES = 64
 
@@ -105,21 +108,17 @@ class _Linear(torch.autograd.Function):
 
 def _bias_grad(grad: Tensor, bias: Tensor | None) -> Tensor | None:
     """Deliver the sum `[N]` over the rows of `grad [T, N]`."""
-    if bias is None:
-        return None
-    total = grad.new_zeros(grad.shape[1], dtype=sum_dtype(grad.dtype))
-    for block in grad.split(block_rows(grad)):
-        total += block.sum(0, dtype=total.dtype)
-    return deliver_grad(bias, total)
+    return None if bias is None else deliver_grad(bias, grad.sum(0))
 
 
 def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     """Deliver `grad [T, N].T @ x [T, D]`.
 
     oneDNN's bf16 product with a transposed left factor runs at half speed (0.5 against
-    1.0 TFLOP/s on one AMX core); a copy of the narrower factor, transposed, costs a tenth of that.
+    1.0 TFLOP/s on one AMX core); a copy of the narrower factor, transposed, costs a tenth of that,
+    but more than it saves where both factors are narrow.
     """
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or max(grad.shape[1], x.shape[1]) <= _NARROW:
         product = grad.t() @ x
     elif grad.shape[1] <= x.shape[1]:
         product = transposed(grad) @ x
