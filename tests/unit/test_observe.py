@@ -206,3 +206,13 @@ def test_provenance_names_versions_machine_and_seed() -> None:
     assert found["versions"]["torch"][0].isdigit()
     assert found["machine"]["cores"] >= 1
     assert json.loads(json.dumps(found)) == found
+
+
+def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    folder = RunFolder.create(
+        tmp_path / "run", config_yaml="steps: 1\n", provenance={}, free_bytes=0
+    )
+    with Observer(folder), pytest.raises(ConfigError, match="another process is writing"):
+        Observer(folder)
+    with Observer(folder):
+        assert not [path for path in folder.path.iterdir() if "lock" in path.name]

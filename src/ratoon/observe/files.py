@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ratoon.errors import DataError
+from ratoon.errors import ConfigError, DataError
+
+
+class FolderLock:
+    """The right to write into a folder, which one process has at a time.
+
+    It leaves no file behind and ends with the process, however that ends.
+
+    Raises: ConfigError if another process has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise ConfigError(
+                f"another process is writing into {folder}; wait until it has ended, or end it, "
+                "and then resume"
+            ) from None
+
+    def release(self) -> None:
+        """Let others write."""
+        os.close(self._descriptor)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from types import TracebackType
 from ratoon.clock import Clock, MonotonicClock
 from ratoon.observe.completions import Split, StoredCompletion, write_completions
 from ratoon.observe.display import Display, Silent, Status
+from ratoon.observe.files import FolderLock
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.sinks import MetricsFile, Values
 from ratoon.observe.timeline import Activity, Timeline
@@ -18,6 +19,8 @@ class Observer:
 
     Without a folder it only shows: a run of several parts (as the quickstart) makes one such
     observer and calls `within(folder)` for each part. Use as a context manager, or call `close`.
+
+    Raises: ConfigError if another process writes into the folder.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Observer:
         self.clock: Clock = clock or MonotonicClock()
         self._start_s = self.clock.now()
         self._folder = folder
+        self._lock = FolderLock(folder.path) if folder else None
         self._metrics = MetricsFile(folder.metrics) if folder else None
         self._timeline = Timeline(folder.timeline, self.clock) if folder else None
 
@@ -91,6 +95,9 @@ class Observer:
             self._timeline.save()
         if self._metrics:
             self._metrics.close()
+        if self._lock:
+            self._lock.release()
+            self._lock = None
 
     def __enter__(self) -> Observer:
         return self
