@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -51,6 +52,50 @@ class RandomChoice(Settings):
     )
 
 
+class Adaptive(Settings):
+    """Growth that is decided from losses.
+
+    Now and then a copy of the run trains for a few steps at the next larger rates and at full ones;
+    the subnetwork grows when a larger one's held-out loss falls faster per operation than its own.
+    """
+
+    layers: float = Field(0.5, gt=0, le=1, description="Share of layers to begin with.")
+    heads: float = Field(0.5, gt=0, le=1, description="Share of heads to begin with.")
+    neurons: float = Field(0.5, gt=0, le=1, description="Share of MLP neurons to begin with.")
+    quantum: float = Field(
+        0.25, gt=0, le=1, description="Rates grow by this much: layers first, then the others."
+    )
+    min_frac: float = Field(
+        0.1, gt=0, lt=1, description="Shortest stage. Share of the run's steps."
+    )
+    max_frac: float = Field(0.4, gt=0, le=1, description="Longest stage. Share of the run's steps.")
+    deadline_frac: float = Field(
+        0.6, gt=0, lt=1, description="The whole model trains from here on. Share of the steps."
+    )
+    observe_every: int = Field(
+        50, ge=1, description="Measure the subnetwork's held-out loss after this many steps."
+    )
+    window: int = Field(4, ge=2, description="Such losses that its slope is taken from.")
+    check_every: int = Field(200, ge=1, description="Probe after this many steps at the soonest.")
+    probe_steps: int = Field(20, ge=1, description="Optimizer steps of a probe.")
+    margin: float = Field(
+        1.0, gt=0, description="A larger subnetwork's slope must exceed its own by this factor."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Adaptive:
+        require(
+            min(self.layers, self.heads, self.neurons) < 1,
+            "evolve.adaptive begins with the whole model; lower a rate, or remove evolve",
+        )
+        require(
+            self.min_frac <= min(self.max_frac, self.deadline_frac),
+            f"evolve.adaptive.min_frac = {self.min_frac} must be <= max_frac = {self.max_frac} and "
+            f"<= deadline_frac = {self.deadline_frac}",
+        )
+        return self
+
+
 class Evolve(Settings):
     """Subnetworks that grow until the whole model trains."""
 
@@ -60,7 +105,10 @@ class Evolve(Settings):
         "same first layers, heads and neurons until they grow.",
     )
     stages: Items[EvolveStage] = Field(
-        min_length=2, description="In order; the last is the whole model."
+        (), description="Fixed stages, in order; the last is the whole model."
+    )
+    adaptive: Adaptive | None = Field(
+        None, description="Growth decided from losses, instead of `stages`."
     )
     random: RandomChoice = Field(RandomChoice(), description="Random subnetworks.")
     new_layers: Literal["stack", "zero_output"] = Field(
@@ -82,30 +130,42 @@ class Evolve(Settings):
     moments: Literal["keep", "reset"] = Field(
         "keep", description="What becomes of the optimizer's moments when a stage begins."
     )
+    switch_sequences: int = Field(
+        0,
+        ge=0,
+        description="Measure subnetwork and whole model on so many held-out sequences before and "
+        "after each switch; 0 = not.",
+    )
+    switch_draws: int = Field(
+        8, ge=1, description="Random subnetworks whose loss is averaged at a switch."
+    )
     lr_scale: float = Field(
         1.0, gt=0, description="Factor on the learning rate before the last stage."
     )
 
     @model_validator(mode="after")
     def _check(self) -> Evolve:
-        starts = [stage.start for stage in self.stages]
-        require(starts[0] == 0, f"evolve.stages start at {starts}; the first must start at 0")
         require(
-            all(before < after for before, after in itertools.pairwise(starts)),
-            f"evolve.stages start at {starts}; each must start later than the one before",
+            bool(self.stages) != (self.adaptive is not None),
+            "evolve: give either stages or adaptive",
         )
-        for before, after in itertools.pairwise(self.stages):
-            require(
-                all(b >= a for a, b in zip(before.rates, after.rates, strict=True)),
-                f"evolve.stages: rates {after.rates} follow {before.rates}; a subnetwork never "
-                "shrinks",
-            )
+        if self.stages:
+            _check_stages(self.stages)
         require(
-            self.stages[-1].rates == (1.0, 1.0, 1.0),
-            f"evolve.stages: the last has rates {self.stages[-1].rates}; training must end with "
-            "the whole model: give 1, 1, 1",
+            self.switch_sequences > 0 or "switch_draws" not in self.changed_keys(),
+            "evolve.switch_draws would have no effect because evolve.switch_sequences is 0",
+        )
+        require(
+            self.switch_sequences == 0 or self.random.depth == "layers",
+            f"evolve.switch_sequences = {self.switch_sequences} needs evolve.random.depth = layers:"
+            " with sequences, a draw is no part of the model",
         )
         if self.method == "nested":
+            require(
+                "switch_draws" not in self.changed_keys(),
+                "evolve.switch_draws would have no effect because evolve.method is nested; "
+                "remove it",
+            )
             forbid_without_effect("evolve.random", self.random, "evolve.method is nested")
         else:
             require(
@@ -113,3 +173,26 @@ class Evolve(Settings):
                 "evolve.new_layers would have no effect because evolve.method is random; remove it",
             )
         return self
+
+
+def _check_stages(stages: Sequence[EvolveStage]) -> None:
+    starts = [stage.start for stage in stages]
+    require(starts[0] == 0, f"evolve.stages start at {starts}; the first must start at 0")
+    require(
+        len(stages) > 1,
+        "evolve.stages has one stage only, which is training of the whole model; remove evolve",
+    )
+    require(
+        all(before < after for before, after in itertools.pairwise(starts)),
+        f"evolve.stages start at {starts}; each must start later than the one before",
+    )
+    for before, after in itertools.pairwise(stages):
+        require(
+            all(b >= a for a, b in zip(before.rates, after.rates, strict=True)),
+            f"evolve.stages: rates {after.rates} follow {before.rates}; a subnetwork never shrinks",
+        )
+    require(
+        stages[-1].rates == (1.0, 1.0, 1.0),
+        f"evolve.stages: the last has rates {stages[-1].rates}; training must end with the whole "
+        "model: give 1, 1, 1",
+    )

@@ -33,6 +33,10 @@ class StepCost:
         per_token = token_flops(self._config, subnetwork, self._length).training
         return self._tokens * per_token + self._optimizer
 
+    def forward(self, subnetwork: Subnetwork, tokens: int) -> float:
+        """Of an evaluation."""
+        return tokens * token_flops(self._config, subnetwork, self._length).forward
+
     def paper(self, subnetwork: Subnetwork) -> float:
         """The paper's count of a step, as a share of a whole model's step."""
         return layer_ratio(self._config, subnetwork, self._full)

@@ -16,13 +16,14 @@ def grow_into(
     A copied layer has had as many updates as the one it is a copy of, a silent one none.
     """
     weights, layout = trainer.weights, trainer.layout
-    masters, *moments = weights.tensors().values()
-    grow(masters, moments, layout, before, after, new_layers)
+    if new_layers == "as_they_are":
+        return
     old, new = len(before.active_layers), len(after.active_layers)
-    if new_layers != "as_they_are":
-        for layer in range(old, new):
-            source, target = layout.prefix.format(layer % old), layout.prefix.format(layer)
-            for name in layout.names(masters, layer):
-                copied = source + name.removeprefix(target)
-                weights.counts[name] = weights.counts[copied] if new_layers == "stack" else 0
-    weights.refresh()
+    with weights.whole() as tensors:
+        masters, *moments = tensors.values()
+        grow(masters, moments, layout, before, after, new_layers)
+    for layer in range(old, new):
+        source, target = layout.prefix.format(layer % old), layout.prefix.format(layer)
+        for name in layout.names(masters, layer):
+            copied = source + name.removeprefix(target)
+            weights.counts[name] = weights.counts[copied] if new_layers == "stack" else 0

@@ -12,6 +12,7 @@ import torch
 from ratoon.config import resolved_yaml
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.errors import CheckpointError, ConfigError
+from ratoon.est.adaptive import AdaptiveSchedule
 from ratoon.loop.accounting import Account
 from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
 from ratoon.loop.pretrain_setup import Data, Evolution, learning_rate
@@ -41,6 +42,8 @@ def save_run(
     if folder is None:
         return
     state = {"account": account.state(), "past": _past(config, data, evolution, account.steps)}
+    if isinstance(evolution.schedule, AdaptiveSchedule):
+        state["schedule"] = evolution.schedule.state_dict()
     with whole_checkpoint(folder, account.steps, config.checkpoint.keep, **state) as draft:
         save_state(draft / TRAINER, tensors, values)
 
@@ -70,6 +73,8 @@ def load_run(
         raise CheckpointError(
             f"{checkpoint} is no checkpoint of pretraining ({error}); give the folder of such a run"
         ) from None
+    if isinstance(evolution.schedule, AdaptiveSchedule):
+        evolution.schedule.load_state_dict(state["schedule"])
     now = _past(config, data, evolution, account.steps)
     for key in now:
         if now[key] != past.get(key):

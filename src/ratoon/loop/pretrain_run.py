@@ -14,9 +14,11 @@ import torch
 
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.errors import ConfigError
+from ratoon.est.adaptive import AdaptiveSchedule
 from ratoon.est.schedule import Stage
-from ratoon.est.subnetwork import Subnetwork
+from ratoon.est.subnetwork import Rates, Subnetwork
 from ratoon.loop.accounting import Account, StepCost
+from ratoon.loop.adapting import Adaptation
 from ratoon.loop.growing import grow_into
 from ratoon.loop.pretrain_output import load_run, save_pretrained, save_run
 from ratoon.loop.pretrain_setup import (
@@ -26,11 +28,13 @@ from ratoon.loop.pretrain_setup import (
     make_decoder,
     open_data,
 )
+from ratoon.loop.switches import second_order_excess, subnetwork_loss, switch_metrics
+from ratoon.models.decoder import Decoder
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
 from ratoon.training.data_parallel import DataParallel
 from ratoon.training.flat_weights import UpdateRule, require_finite
-from ratoon.training.pretrainer import Passes, Pretrainer, StepResult
+from ratoon.training.pretrainer import Ids, Passes, Pretrainer, StepResult
 from ratoon.training.torchrun import torchrun_workers
 
 
@@ -62,8 +66,7 @@ def pretrain(
         run = _Run(config, folder, observer, workers, device)
         run.resume()
         run.train()
-        if folder is not None:
-            save_pretrained(config, folder, run.trainer.decoder, run.metrics)
+        run.save()
         return PretrainResult(run.evaluations, run.losses, run.metrics)
 
 
@@ -100,7 +103,7 @@ class _Run:
             )
         self.share = self.batch // workers.size
         self.data = open_data(config)
-        model = decoder_config(config, self.data.train.header)
+        self.model = model = decoder_config(config, self.data.train.header)
         passes = Passes(
             min(update.micro_batch_tokens // length, self.share), update.activation_checkpointing
         )
@@ -114,6 +117,7 @@ class _Run:
             freezes=config.evolve is None or config.evolve.unsampled == "freeze",
             compute_dtype=getattr(torch, config.model.dtype),
             workers=workers,
+            shard=update.shard,
         )
         self.full = Subnetwork.full(self.evolution.shape)
         self.cost = StepCost(
@@ -125,6 +129,7 @@ class _Run:
             optimizer=config.optimizer.kind,
         )
         self.account = Account()
+        self.adaptation = self._adaptation()
         self.window = _Window(observer.clock.now())
         self.evaluations: dict[int, float] = {}
         self.losses: dict[int, float] = {}
@@ -145,6 +150,7 @@ class _Run:
         if not done:
             self._evaluate(0)
         for step in range(done, config.steps):
+            self._decide(step)
             if self._begins_stage(step):
                 self._grow(step)
             self._step(step)
@@ -153,8 +159,8 @@ class _Run:
             every = config.evaluation.every
             evaluates = last or (every is not None and made % every == 0)
             saves = made % config.checkpoint.every == 0 and not last
-            if made % config.log_every == 0 or evaluates or saves or self._begins_stage(made):
-                self._record(step)
+            if made % config.log_every == 0 or evaluates or saves:
+                self._record(made)
             if evaluates:
                 self._evaluate(made)
             if saves:
@@ -162,22 +168,67 @@ class _Run:
             if evaluates or saves:
                 self.window.started_s = self.observer.clock.now()
 
+    def save(self) -> None:
+        """Write the model."""
+        masters = self.trainer.weights.tensors()["master"]
+        if self.folder is not None:
+            decoder = Decoder(self.model)
+            decoder.load_state_dict(dict(masters), assign=True)
+            save_pretrained(self.config, self.folder, decoder, self.metrics)
+
+    def _decide(self, step: int) -> None:
+        """Let an adaptive schedule settle the stage of `step`."""
+        if self.adaptation is not None:
+            started = self.observer.clock.now()
+            self.adaptation.decide(step, self.account)
+            # It has paid for its time.
+            self.window.started_s += self.observer.clock.now() - started
+
     def _step(self, step: int) -> None:
         stage = self.evolution.schedule.at(step)
-        start = step * self.batch + self.workers.rank * self.share
-        sequences = self.data.train.sequences(self.data.order.take(start, self.share))
 
         def draw(number: int, count: int) -> Subnetwork:
             return self.evolution.sampler.draw(stage.rates, step, number, count)
 
-        result = self.trainer.step(sequences, self._lr(step), None if stage.rates.is_full else draw)
+        result = self.trainer.step(
+            self._sequences(step),
+            self._lr(step, stage.rates),
+            None if stage.rates.is_full else draw,
+        )
         self.window.results.append(result)
         self._pay(stage)
 
-    def _lr(self, step: int) -> float:
-        evolve, stage = self.config.evolve, self.evolution.schedule.at(step)
-        scale = 1.0 if evolve is None or stage.rates.is_full else evolve.lr_scale
-        return self.lr.at(step) * scale
+    def _sequences(self, step: int) -> Ids:
+        """This worker's share of the sequences of a step."""
+        start = step * self.batch + self.workers.rank * self.share
+        return self.data.train.sequences(self.data.order.take(start, self.share))
+
+    def _lr(self, step: int, rates: Rates) -> float:
+        evolve = self.config.evolve
+        return self.lr.at(step) * (1.0 if evolve is None or rates.is_full else evolve.lr_scale)
+
+    def _adaptation(self) -> Adaptation | None:
+        schedule, evolve = self.evolution.schedule, self.config.evolve
+        if not isinstance(schedule, AdaptiveSchedule):
+            return None
+        assert evolve is not None
+        assert evolve.adaptive is not None
+        return Adaptation(
+            trainer=self.trainer,
+            schedule=schedule,
+            sampler=self.evolution.sampler,
+            settings=evolve.adaptive,
+            held_out=self._held_out(),
+            batch=self._sequences,
+            lr=self._lr,
+            cost=self.cost,
+            clock=self.observer.clock,
+        )
+
+    def _held_out(self) -> Ids:
+        held_out = self.data.held_out
+        assert held_out is not None
+        return held_out.first(self.config.evaluation.sequences or len(held_out))
 
     def _pay(self, stage: Stage) -> None:
         account, subnetwork = self.account, self._example(stage)
@@ -196,14 +247,42 @@ class _Run:
 
     def _grow(self, step: int) -> None:
         """The stage before `step` ends; measure what the switch does."""
+        if self.window.results:
+            self._record(step)
         schedule = self.evolution.schedule
         before, after = schedule.at(step - 1), schedule.at(step)
+        losses = self._switch_losses(before.rates, step)
         grow_into(self.trainer, self._example(before), self._example(after), after.new_layers)
         if self.config.evolve is not None and self.config.evolve.moments == "reset":
             self.trainer.weights.reset_moments()
+        if losses is not None:
+            found = self._switch_losses(after.rates, step)
+            assert found is not None
+            values = {f"switch/{name}_before": loss for name, loss in losses.items()}
+            values |= {f"switch/{name}_after": loss for name, loss in found.items()}
+            self._say(step, switch_metrics(values))
         self.window.started_s = self.observer.clock.now()
 
-    def _record(self, step: int) -> None:
+    def _switch_losses(self, rates: Rates, step: int) -> dict[str, float] | None:
+        """Held-out losses of the whole model and of subnetworks; None where not asked for."""
+        evolve = self.config.evolve
+        if evolve is None or not evolve.switch_sequences or self.data.held_out is None:
+            return None
+        sequences = self.data.held_out.first(evolve.switch_sequences)
+        random = evolve.method == "random" and not rates.is_full
+        draws = [
+            self.evolution.sampler.draw(rates, step, number, self.trainer.passes.micro_batch)
+            for number in range(evolve.switch_draws if random else 1)
+        ]
+        losses = {
+            "full_loss": self.trainer.evaluate(sequences),
+            "subnetwork_loss": subnetwork_loss(self.trainer, sequences, draws),
+        }
+        if evolve.method == "random":
+            losses["excess"] = second_order_excess(self.trainer, sequences, draws)
+        return losses
+
+    def _record(self, made: int) -> None:
         """Record the steps since the last record. The run's only host-device syncs."""
         results, clock = self.window.results, self.observer.clock
         losses = torch.stack([result.loss for result in results])
@@ -215,7 +294,7 @@ class _Run:
         seconds = now - self.window.started_s
         self.account.train_s += seconds
         tokens = len(results) * self.batch * self.config.data.sequence_length
-        made = step + 1
+        step = made - 1
         self.observer.span("trainer", "update", self.window.started_s, now, step=made)
         self.losses[made] = loss
         limit = self.config.optimizer.max_grad_norm
@@ -225,7 +304,7 @@ class _Run:
                 "pretrain/loss": loss,
                 "pretrain/grad_norm": norm,
                 "pretrain/clipped_frac": float((norms > limit).double().mean()),
-                "pretrain/lr": self._lr(step),
+                "pretrain/lr": self._lr(step, self.evolution.schedule.at(step).rates),
                 "pretrain/stage": self.evolution.schedule.index(step),
                 "pretrain/tokens_per_s": tokens / seconds if seconds else 0.0,
                 **self.account.metrics(),
@@ -239,8 +318,7 @@ class _Run:
             return
         clock = self.observer.clock
         started = clock.now()
-        limit = self.config.evaluation.sequences or len(self.data.held_out)
-        sequences = self.data.held_out.first(limit)
+        sequences = self._held_out()
         loss = self.trainer.evaluate(sequences)
         values = {"pretrain/eval_loss": loss}
         stage = self.evolution.schedule.at(max(0, made - 1))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ratoon.config.evolve import Evolve
+from ratoon.config.evolve import Adaptive, Evolve
 from ratoon.config.pretrain import ModelShape, PretrainConfig
 from ratoon.data.prepare import HELD_OUT, TRAIN, tokenizer_hash
 from ratoon.data.token_file import SequenceOrder, TokenFile, TokenHeader
 from ratoon.errors import CapabilityError, ConfigError
+from ratoon.est.adaptive import AdaptiveSchedule, AdaptiveSettings, ladder
 from ratoon.est.sampler import NestedSampler, RandomSampler, Sampler
 from ratoon.est.schedule import NewLayers, StagedSchedule, StagePart
 from ratoon.est.subnetwork import Normalisation, Rates, Shape
@@ -35,6 +36,11 @@ def open_data(config: PretrainConfig) -> Data:
     folder, length = config.data.path, config.data.sequence_length
     train = TokenFile(folder / TRAIN, length)
     held_out = TokenFile(folder / HELD_OUT, length) if (folder / HELD_OUT).exists() else None
+    if held_out is None and config.evolve is not None and config.evolve.adaptive is not None:
+        raise ConfigError(
+            f"evolve.adaptive needs held-out tokens, but {folder} holds no {HELD_OUT}; prepare the "
+            "data with --held-out, or give evolve.stages"
+        )
     if held_out is None and "evaluation" in config.changed_keys():
         raise ConfigError(
             f"evaluation would have no effect because {folder} holds no {HELD_OUT}; prepare the "
@@ -118,9 +124,8 @@ class Evolution:
     """How the subnetwork of a step is found."""
 
     shape: Shape
-    schedule: StagedSchedule
+    schedule: StagedSchedule | AdaptiveSchedule
     sampler: Sampler
-    new_layers: NewLayers
 
 
 def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) -> Evolution:
@@ -134,10 +139,15 @@ def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) ->
     if evolve is None:
         shape = Shape.of(model)
         whole = StagedSchedule.of([StagePart(0.0, Rates())], config.steps)
-        return Evolution(shape, whole, NestedSampler(shape), "as_they_are")
+        return Evolution(shape, whole, NestedSampler(shape))
     shape = Shape.of(model, neuron_block=evolve.neuron_block, head_unit=evolve.head_unit)
     sampler = _sampler(evolve, shape, config.seed)
     new_layers: NewLayers = evolve.new_layers if evolve.method == "nested" else "as_they_are"
+    if evolve.adaptive is not None:
+        settings = _adaptive(evolve.adaptive, new_layers, config)
+        for rates in settings.ladder:
+            sampler.check(rates, micro_batch)
+        return Evolution(shape, AdaptiveSchedule(settings), sampler)
     schedule = StagedSchedule.of(
         [StagePart(stage.start, Rates(*stage.rates), new_layers) for stage in evolve.stages],
         config.steps,
@@ -146,7 +156,32 @@ def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) ->
         schedule.require_growth_before(learning_rate(config).decay_start)
     for stage in schedule.stages:
         sampler.check(stage.rates, micro_batch)
-    return Evolution(shape, schedule, sampler, new_layers)
+    return Evolution(shape, schedule, sampler)
+
+
+def _adaptive(
+    adaptive: Adaptive, new_layers: NewLayers, config: PretrainConfig
+) -> AdaptiveSettings:
+    steps = config.steps
+    deadline = round(adaptive.deadline_frac * steps)
+    decay_start = learning_rate(config).decay_start
+    if config.optimizer.schedule == "wsd" and deadline > decay_start:
+        raise ConfigError(
+            f"evolve.adaptive.deadline_frac = {adaptive.deadline_frac} is step {deadline}, after "
+            f"the learning rate begins to decay at step {decay_start}; lower it, or "
+            "optimizer.decay_frac"
+        )
+    return AdaptiveSettings(
+        ladder=ladder(Rates(adaptive.layers, adaptive.heads, adaptive.neurons), adaptive.quantum),
+        total_steps=steps,
+        deadline=deadline,
+        min_steps=max(1, round(adaptive.min_frac * steps)),
+        max_steps=round(adaptive.max_frac * steps),
+        check_every=adaptive.check_every,
+        window=adaptive.window,
+        margin=adaptive.margin,
+        new_layers=new_layers,
+    )
 
 
 def _sampler(evolve: Evolve, shape: Shape, seed: int) -> Sampler:

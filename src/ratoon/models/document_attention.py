@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ratoon.models.kv_cache import round_up_width
 from ratoon.models.packing import PackedBatch
+from ratoon.models.sequence_attention import sequence_attention
 
 # Public functions reach these kernels only through autograd, which is what is written out here.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -59,11 +60,16 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPlan:
-    """Index tables of a packed batch; made once and used by all layers."""
+    """Index tables of a packed batch; made once and used by all layers.
+
+    Where all documents are `length` tokens long, in whole blocks, no table is needed on a CPU, and
+    they are empty.
+    """
 
     documents: tuple[Document, ...]
     num_heads: int
     num_kv_heads: int
+    length: int | None
     # Of forward, in the order (document, query head, token of prefix or document): rows of [T * H],
     # and, padded to whole blocks, of [T * G].
     whole_query_rows: Tensor
@@ -79,6 +85,10 @@ class DocumentPlan:
 
 def plan_documents(batch: PackedBatch, num_heads: int, num_kv_heads: int) -> DocumentPlan:
     """Lay out a batch's documents. No host-device sync; one copy per table."""
+    length = batch.lengths[0]
+    if not any(batch.parents) and set(batch.lengths) == {length} and length % _WIDTH_STEP == 0:
+        none = torch.empty(0, dtype=torch.long, device=batch.ids.device)
+        return DocumentPlan(_documents(batch), num_heads, num_kv_heads, length, *(none,) * 6)
     group = num_heads // num_kv_heads
     heads, kv_heads = torch.arange(num_heads)[:, None], torch.arange(num_kv_heads)[:, None]
     documents = _documents(batch)
@@ -105,6 +115,7 @@ def plan_documents(batch: PackedBatch, num_heads: int, num_kv_heads: int) -> Doc
         documents=documents,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        length=None,
         whole_query_rows=torch.cat(whole).to(device),
         padded_key_rows=torch.cat(padded).to(device),
         query_rows=query_rows.to(device),
@@ -134,6 +145,8 @@ def document_attention(rotary: Tensor, value: Tensor, plan: DocumentPlan) -> Ten
     Host-device syncs: none.
     """
     if rotary.device.type == "cpu":
+        if plan.length is not None:
+            return sequence_attention(rotary, value, plan.num_heads, plan.length)
         attended = _DocumentAttention.apply(rotary, value, plan)  # type: ignore[no-untyped-call]
         return cast(Tensor, attended)
     query, key = rotary.split((plan.num_heads, plan.num_kv_heads), dim=1)

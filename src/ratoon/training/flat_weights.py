@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,15 +114,31 @@ class FlatWeights:
             if copies is not None:
                 parameter.data = copies[name]
             parameter.main_grad = self._views["grad"][name]  # type: ignore[attr-defined]
+        self._parameters = list(compute.parameters())
 
-    @property
-    def numel(self) -> int:
-        """Number of parameters."""
-        return len(self._flat["master"])
+    # Workers sum their gradients.
+    loss_scale = 1.0
+
+    @contextmanager
+    def whole(self) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """Masters and moments by name, to be changed in place."""
+        yield self.tensors()
+        self.refresh()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Views by name of masters and moments, for checkpoints and growth."""
         return {kind: self._views[kind] for kind in KINDS}
+
+    def collect(self) -> None:
+        """Add what autograd kept in `grad` to the sums; call it after each backward.
+
+        Layers that are computed a second time in backward see copies of their parameters' tensors,
+        which have no `main_grad`.
+        """
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+                parameter.grad = None
 
     def step(self, lr: float, touched: Touched | None = None) -> Tensor:
         """One update, the same on all workers; returns the gradient norm before clipping.
@@ -164,25 +181,28 @@ class FlatWeights:
             self._flat[kind].zero_()
         self.counts = dict.fromkeys(self.counts, 0)
 
+    def snapshot(self) -> Callable[[], None]:
+        """Copy masters, moments and counts; calling what is returned puts them back."""
+        kept = {kind: self._flat[kind].clone() for kind in KINDS}
+        counts = dict(self.counts)
+
+        def restore() -> None:
+            for kind, values in kept.items():
+                self._flat[kind].copy_(values)
+            self.counts = dict(counts)
+            self.refresh()
+
+        return restore
+
     def load(self, stored: Mapping[str, Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
         """Copy what `tensors` and `counts` gave.
 
         Raises: CheckpointError if they are of another model.
         """
-        expected, found = (
-            {
-                (f"{kind}.{name}", tuple(value.shape))
-                for kind, views in tensors.items()
-                for name, value in views.items()
-            }
-            for tensors in (self.tensors(), stored)
-        )
-        if expected != found or counts.keys() != self.counts.keys():
-            wrong = sorted(expected ^ found)[:4]
-            raise CheckpointError(
-                f"the trainer's state is of another model: {wrong} are on one side only; give the "
-                "checkpoint of the configured model"
-            )
+        shapes = {
+            kind: {name: tuple(shape) for name, shape in self._shapes.items()} for kind in KINDS
+        }
+        require_same(shapes, stored, self.counts, counts)
         for kind, views in self.tensors().items():
             for name, view in views.items():
                 view.copy_(stored[kind][name])
@@ -223,7 +243,7 @@ class FlatWeights:
                     [self._flat[kind][span] for span in spans]
                     for kind in ("master", "grad", *KINDS[1:])
                 ]
-                self._adamw_step(pieces, count, lr, decays, norm, too_long)
+                adamw_step(self.rule, pieces, count, lr, decays, norm, too_long)
 
     def _update_parts(
         self, parts: Mapping[str, Part], lr: float, norm: Tensor, too_long: Tensor
@@ -244,8 +264,8 @@ class FlatWeights:
                     self._muon_step(pieces[:3], lr, norm, too_long)
             else:
                 decays = name in self._decays
-                self._adamw_step(
-                    [[p] for p in packed], self.counts[name], lr, decays, norm, too_long
+                adamw_step(
+                    self.rule, [[p] for p in packed], self.counts[name], lr, decays, norm, too_long
                 )
             for view, value in zip((views[0], *views[2:]), (packed[0], *packed[2:]), strict=True):
                 view.index_copy_(part.dim, part.indices, value)
@@ -256,36 +276,6 @@ class FlatWeights:
             if name.endswith(ending):
                 return list(sizes)
         return [self._shapes[name][0]]
-
-    def _adamw_step(
-        self,
-        pieces: Sequence[list[Tensor]],
-        count: int,
-        lr: float,
-        decays: bool,
-        norm: Tensor,
-        too_long: Tensor,
-    ) -> None:
-        masters, gradients, averages, squares = pieces
-        beta1, beta2 = self.rule.betas
-        adamw(
-            masters,
-            gradients,
-            averages,
-            squares,
-            [],
-            [torch.tensor(float(count - 1), device=norm.device) for _ in masters],
-            fused=True,
-            grad_scale=too_long,
-            found_inf=(~norm.isfinite()).to(norm.dtype),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=self.rule.weight_decay if decays else 0.0,
-            eps=self.rule.eps,
-            maximize=False,
-        )
 
     def _muon_step(
         self, pieces: Sequence[Tensor], lr: float, norm: Tensor, too_long: Tensor
@@ -327,12 +317,72 @@ class FlatWeights:
             yield name, flat[start : start + shape.numel()].view(shape)
 
 
+def adamw_step(
+    rule: UpdateRule,
+    pieces: Sequence[list[Tensor]],
+    count: int,
+    lr: float,
+    decays: bool,
+    norm: Tensor,
+    too_long: Tensor,
+) -> None:
+    """AdamW for tensors that have had `count` updates, this one included.
+
+    `pieces` are masters, gradients and both moments; gradients are divided by `too_long`, and
+    nothing changes where `norm` is not finite. Host-device syncs: none.
+    """
+    masters, gradients, averages, squares = pieces
+    beta1, beta2 = rule.betas
+    adamw(
+        masters,
+        gradients,
+        averages,
+        squares,
+        [],
+        [torch.tensor(float(count - 1), device=norm.device) for _ in masters],
+        fused=True,
+        # The kernel takes these in float32 whatever the gradients are.
+        grad_scale=too_long.float(),
+        found_inf=(~norm.isfinite()).float(),
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=rule.weight_decay if decays else 0.0,
+        eps=rule.eps,
+        maximize=False,
+    )
+
+
 def require_finite(norm: float) -> None:
     """Raise NumericsError if a gradient norm is not finite."""
     if not math.isfinite(norm):
         raise NumericsError(
             f"the gradient norm is {norm}; it must be finite. Weights are unchanged. Lower the "
             "learning rate, or look for broken weights."
+        )
+
+
+def require_same(
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    stored: Mapping[str, Mapping[str, Tensor]],
+    counts: Mapping[str, int],
+    stored_counts: Mapping[str, int],
+) -> None:
+    """Raise CheckpointError unless `stored` has tensors of exactly these shapes."""
+    found = {
+        (kind, name, tuple(value.shape))
+        for kind, views in stored.items()
+        for name, value in views.items()
+    }
+    expected = {
+        (kind, name, shape) for kind, views in shapes.items() for name, shape in views.items()
+    }
+    if expected != found or counts.keys() != stored_counts.keys():
+        wrong = sorted(expected ^ found)[:4]
+        raise CheckpointError(
+            f"the trainer's state is of another model: {wrong} are on one side only; give the "
+            "checkpoint of the configured model"
         )
 
 

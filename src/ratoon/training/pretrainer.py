@@ -26,6 +26,7 @@ from ratoon.models.packing import PackedBatch
 from ratoon.training.data_parallel import DataParallel
 from ratoon.training.flat_weights import FlatWeights, UpdateRule
 from ratoon.training.lm_loss import next_token_loss, token_losses
+from ratoon.training.sharded_weights import ShardedWeights
 from ratoon.training.touched import touched_parameters
 
 Ids = npt.NDArray[np.int64]
@@ -56,7 +57,8 @@ class Pretrainer:
     """A decoder in pretraining. `decoder` holds the master weights and is updated in place.
 
     `shape` says what a subnetwork may leave out. Where `freezes`, weights outside a step's
-    subnetworks are not touched; else their gradient is zero, and momentum and decay go on.
+    subnetworks are not touched; else their gradient is zero, and momentum and decay go on. With
+    `shard`, each worker holds its part of weights and moments; else all of them.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Pretrainer:
         freezes: bool = True,
         compute_dtype: torch.dtype = torch.bfloat16,
         workers: DataParallel | None = None,
+        shard: bool = False,
     ) -> None:
         self.decoder = decoder
         self.passes = passes
@@ -78,9 +81,13 @@ class Pretrainer:
         self.freezes = freezes
         self.device = decoder.head_weight.device
         self.compute = decoder
-        if compute_dtype != decoder.head_weight.dtype:
-            self.compute = copy.deepcopy(decoder).to(compute_dtype)
-        self.weights = FlatWeights(decoder, self.compute, rule, self.workers)
+        self.weights: FlatWeights | ShardedWeights
+        if shard:
+            self.weights = ShardedWeights(decoder, rule, self.workers, compute_dtype)
+        else:
+            if compute_dtype != decoder.head_weight.dtype:
+                self.compute = copy.deepcopy(decoder).to(compute_dtype)
+            self.weights = FlatWeights(decoder, self.compute, rule, self.workers)
         self._full = Subnetwork.full(self.shape)
         self._positions: dict[tuple[int, int], Tensor] = {}
 
@@ -98,9 +105,11 @@ class Pretrainer:
             subnetworks.append(subnetwork)
             batch, targets = self._packed(piece)
             hidden = hidden_states(self.compute, batch, subnetwork, recompute=self.passes.recompute)
-            loss = next_token_loss(hidden, self.compute.head_weight, targets, 1.0 / num_tokens)
+            weight = self.weights.loss_scale / num_tokens
+            loss = next_token_loss(hidden, self.compute.head_weight, targets, weight)
             loss.backward()
-            total += loss.detach()
+            self.weights.collect()
+            total += loss.detach() / self.weights.loss_scale
         touched = None
         if self.freezes and draw is not None:
             touched = touched_parameters(self.layout, self.weights.counts, subnetworks)
@@ -108,19 +117,30 @@ class Pretrainer:
         return StepResult(total, norm)
 
     @torch.no_grad()
-    def evaluate(self, sequences: Ids, subnetwork: Subnetwork | None = None) -> float:
+    def evaluate(
+        self,
+        sequences: Ids,
+        subnetwork: Subnetwork | None = None,
+        decoder: Decoder | None = None,
+    ) -> float:
         """Mean loss in nats per token of these sequences, which workers share out.
 
-        Same arguments on all workers. Without a subnetwork it is the whole model's.
+        Same arguments on all workers. Without a subnetwork it is the whole model's; with a decoder,
+        that one's.
         """
-        mine = sequences[self.workers.rank :: self.workers.size]
+        model = self.compute if decoder is None else decoder
+        # As many passes on each worker: where weights are sharded, all gather them together.
+        per_worker = -(-len(sequences) // self.workers.size)
+        first = self.workers.rank * per_worker
+        mine = sequences[first : first + per_worker]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for start in range(0, len(mine), self.passes.micro_batch):
-            batch, targets = self._packed(mine[start : start + self.passes.micro_batch])
-            hidden = hidden_states(self.compute, batch, subnetwork or self._full)
-            total += token_losses(hidden, self.compute.head_weight, targets).sum(
-                dtype=torch.float64
-            )
+        for start in range(0, per_worker, self.passes.micro_batch):
+            piece = mine[start : start + self.passes.micro_batch]
+            batch, targets = self._packed(piece if len(piece) else sequences[:1])
+            hidden = hidden_states(model, batch, subnetwork or self._full)
+            losses = token_losses(hidden, model.head_weight, targets)
+            if len(piece):
+                total += losses.sum(dtype=torch.float64)
         num_tokens = len(sequences) * (sequences.shape[1] - 1)
         mean: float = self.workers.sum_(total).item() / num_tokens
         return mean
