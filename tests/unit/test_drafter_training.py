@@ -11,6 +11,7 @@ from drafter_toy import OPTIONS, Toy, ignore, steps_of
 from torch import Tensor, nn
 
 from ratoon.drafter.checkpoint import apply_weights, weights_checksum
+from ratoon.drafter.flat_adamw import FlatAdamW, has_compiler
 from ratoon.drafter.losses import ROWS, TV
 from ratoon.drafter.spot_trainer import SpotTrainer
 from ratoon.drafter.trainer import DrafterTrainer
@@ -83,6 +84,35 @@ def test_an_optimizer_step_follows_adamw_with_clipping() -> None:
         reference.step()
         for name, parameter in twin.items():
             torch.testing.assert_close(names[name], parameter, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+def test_a_compiled_optimizer_step_equals_the_other_up_to_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    masters = [torch.randn(1000, generator=generator)]
+    masters.append(masters[0].clone())
+    copies = [master.bfloat16() for master in masters]
+    eager, compiled = (
+        FlatAdamW(master, copy, (0.9, 0.95), 0.01, compiled=compiled)
+        for master, copy, compiled in zip(masters, copies, (False, True), strict=True)
+    )
+    for rate in (1e-2, 2e-2, 3e-2):
+        gradient = torch.randn(1000, generator=generator).bfloat16()
+        assert compiled.norm(gradient) == pytest.approx(eager.norm(gradient), rel=1e-5)
+        compiled.step(gradient, 0.3, rate)
+        eager.step(gradient, 0.3, rate)
+        torch.testing.assert_close(masters[1], masters[0], rtol=1e-6, atol=1e-7)
+        assert torch.equal(copies[1], masters[1].bfloat16())
+    for ours, theirs in zip(compiled.moments.values(), eager.moments.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+def test_without_a_compiler_a_compiled_optimizer_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
+        Toy().trainer(replace(OPTIONS, compiled=True))
 
 
 def test_metrics_name_what_was_trained() -> None:

@@ -2,29 +2,49 @@
 
 A piece's gradient is made wide, scaled, applied, and the new weights copied down, while the piece
 is in cache: memory sees each number once, and no wide gradient of the whole buffer exists.
+Compiled, all of that is one loop and takes two thirds of the time.
 
 Shape letters: P trainable numbers.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from ratoon.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Numbers at a time on a CPU: 512 KB of float32, of which a few fit a core's L2.
 _PIECE = 1 << 17
 
+_EPSILON = 1e-8
+
 
 class FlatAdamW:
     """Optimizer of `master [P]` whose results are also written to `compute [P]`, in its dtype.
 
-    Source: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, in torch's fused kernel.
+    Source: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, in torch's fused kernel or,
+    with `compiled`, in a loop that torch.compile makes at the first step (`has_compiler` tells
+    whether it can). The two agree up to rounding.
+
+    Raises: ConfigError if `compiled` is asked for on a CPU without a compiler.
     """
 
     def __init__(
-        self, master: Tensor, compute: Tensor, betas: tuple[float, float], weight_decay: float
+        self,
+        master: Tensor,
+        compute: Tensor,
+        betas: tuple[float, float],
+        weight_decay: float,
+        *,
+        compiled: bool = False,
     ) -> None:
         self._master = master
         self._compute = compute
@@ -34,6 +54,16 @@ class FlatAdamW:
         self._scratch = master.new_empty(min(self._piece, len(master)))
         self._step = torch.zeros((), dtype=torch.float32, device=master.device)
         self._moments = {name: torch.zeros_like(master) for name in MOMENTS}
+        self._fused: Callable[..., None] | None = None
+        self._squares: Callable[[Tensor, torch.dtype], Tensor] | None = None
+        if compiled:
+            if master.device.type == "cpu" and not has_compiler():
+                raise ConfigError(
+                    "A compiled drafter optimizer needs a C++ compiler: none is at $CXX or g++. "
+                    "Install one, or leave `compiled` off."
+                )
+            self._fused = torch.compile(_update, dynamic=False)
+            self._squares = torch.compile(_sum_of_squares, dynamic=False)
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -49,6 +79,8 @@ class FlatAdamW:
 
     def norm(self, gradient: Tensor) -> float:
         """Euclidean norm of `gradient [P]`, summed in the master's dtype."""
+        if self._squares is not None:
+            return math.sqrt(float(self._squares(gradient, self._master.dtype)))
         parts = [torch.linalg.vector_norm(self._wide(part)) for part in gradient.split(self._piece)]
         return float(torch.linalg.vector_norm(torch.stack(parts)))
 
@@ -57,6 +89,9 @@ class FlatAdamW:
         """Apply `scale * gradient [P]`; a gradient of the master's dtype is scaled in place."""
         self._step += 1
         buffers = (self._master, *self._moments.values(), gradient, self._compute)
+        if self._fused is not None:
+            self._fused(*buffers, self._factors(scale, learning_rate), self._betas)
+            return
         pieces = zip(*(buffer.split(self._piece) for buffer in buffers), strict=True)
         for master, exp_avg, exp_avg_sq, narrow, compute in pieces:
             # What torch.optim.AdamW(fused=True) calls; its Python costs a tenth of the step here.
@@ -71,14 +106,52 @@ class FlatAdamW:
                 beta1=self._betas[0],
                 beta2=self._betas[1],
                 weight_decay=self._weight_decay,
-                eps=1e-8,
+                eps=_EPSILON,
                 amsgrad=False,
                 maximize=False,
             )
             compute.copy_(master)
+
+    def _factors(self, scale: float, learning_rate: float) -> Tensor:
+        """What `_update` multiplies by in this step: a tensor, or it would be compiled anew."""
+        biases = [1 - beta ** float(self._step) for beta in self._betas]
+        keep = 1 - learning_rate * self._weight_decay
+        return self._master.new_tensor(
+            [scale, keep, learning_rate / biases[0], 1 / math.sqrt(biases[1])]
+        )
 
     def _wide(self, part: Tensor) -> Tensor:
         """A piece of a gradient in the master's dtype, valid until the next call."""
         if part.dtype == self._master.dtype:
             return part
         return self._scratch[: len(part)].copy_(part)
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile finds a C++ compiler for loops on the CPU."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def _sum_of_squares(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    return gradient.to(dtype).square().sum()
+
+
+def _update(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    compute: Tensor,
+    factors: Tensor,
+    betas: tuple[float, float],
+) -> None:
+    """One AdamW step in place; `factors` as in `FlatAdamW._factors`."""
+    scale, keep, rate, inverse_root = factors.unbind()
+    scaled = gradient.to(master.dtype) * scale
+    mean = exp_avg + (1 - betas[0]) * (scaled - exp_avg)
+    square = betas[1] * exp_avg_sq + (1 - betas[1]) * scaled * scaled
+    weights = keep * master - rate * mean / (square.sqrt() * inverse_root + _EPSILON)
+    exp_avg.copy_(mean)
+    exp_avg_sq.copy_(square)
+    master.copy_(weights)
+    compute.copy_(weights)

@@ -47,7 +47,8 @@ class TrainerOptions:
     them make one optimizer step. Step i of the `unroll` steps weighs `step_decay**i`; beyond step 0
     only every `deep_stride`-th column goes on, with a weight to match. Unroll as deep as drafts go:
     one step beyond, acceptance falls to nearly nothing. `temperature` is the rollouts'. The
-    learning rate rises over `warmup_steps` and then stays.
+    learning rate rises over `warmup_steps` and then stays. `compiled` makes the optimizer's loop
+    with torch.compile: worth its seconds in runs of some thousand steps.
     """
 
     learning_rate: float = 1e-3
@@ -64,6 +65,7 @@ class TrainerOptions:
     micro_tokens: int = 256
     batch_tokens: int = 256
     compute_dtype: torch.dtype = torch.bfloat16
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that cannot train."""
@@ -132,7 +134,11 @@ class DrafterTrainer:
         self._model = TrainedDrafter(drafter.config, self._layout.fused(self._compute))
         self._head_inputs: list[Tensor] = []
         self._optimizer = FlatAdamW(
-            self._master, self._compute, options.betas, options.weight_decay
+            self._master,
+            self._compute,
+            options.betas,
+            options.weight_decay,
+            compiled=options.compiled,
         )
         steps = torch.arange(options.unroll, dtype=torch.float64, device=self._master.device)
         self._decay = options.step_decay**steps
