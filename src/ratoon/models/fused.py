@@ -184,12 +184,20 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return cast(Tensor, _LayerNorm.apply(x, weight, bias, eps))  # type: ignore[no-untyped-call]
 
 
+def layer_norm_dtype(x: Tensor) -> torch.dtype:
+    """The type of weights with which torch keeps a layer norm's mean and deviation in float32.
+
+    On a CPU it keeps them in the weights' type; elsewhere always wide, and all types must be equal.
+    """
+    return sum_dtype(x.dtype) if x.device.type == "cpu" else x.dtype
+
+
 class _LayerNorm(torch.autograd.Function):
-    """torch's kernels; float32 weights make them keep mean and deviation in float32."""
+    """torch's kernels; see `layer_norm_dtype`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        wide_weight, wide_bias = (part.to(sum_dtype(x.dtype)) for part in (weight, bias))
+        wide_weight, wide_bias = (part.to(layer_norm_dtype(x)) for part in (weight, bias))
         out, mean, scale = torch.native_layer_norm(x, x.shape[-1:], wide_weight, wide_bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, scale)
         return out
@@ -198,7 +206,7 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, bias, mean, scale = ctx.saved_tensors
-        wide_weight, wide_bias = (part.to(mean.dtype) for part in (weight, bias))
+        wide_weight, wide_bias = (part.to(layer_norm_dtype(x)) for part in (weight, bias))
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad, x, x.shape[-1:], mean, scale, wide_weight, wide_bias, [True, True, True]
         )

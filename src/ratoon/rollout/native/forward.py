@@ -25,7 +25,7 @@ from ratoon.models.decoder import (
     apply_rope,
     rope_table,
 )
-from ratoon.models.fused import gelu, sum_dtype
+from ratoon.models.fused import gelu, layer_norm_dtype
 from ratoon.models.kv_cache import KVCache
 from ratoon.models.prepacked import ROW_HINT, PackedLinear
 
@@ -36,10 +36,13 @@ class Norm:
     __slots__ = ("_bias", "_eps", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> None:
-        # Rounded as the trainer's copy is; layer norm takes them in the type that it sums in.
-        wide = dtype if bias is None else sum_dtype(dtype)
-        self._weight = weight.detach().to(dtype, copy=True).to(wide)
-        self._bias = None if bias is None else bias.detach().to(dtype, copy=True).to(wide)
+        # Rounded as the trainer's copy is, whatever type the kernel wants them in.
+        self._weight = weight.detach().to(dtype, copy=True)
+        self._bias: Tensor | None = None
+        if bias is not None:
+            wide = layer_norm_dtype(self._weight)
+            self._weight = self._weight.to(wide)
+            self._bias = bias.detach().to(dtype, copy=True).to(wide)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
