@@ -32,12 +32,15 @@ def study(
     show: Annotated[
         bool, typer.Option("--show", help="Train nothing; show the finished runs in --results.")
     ] = False,
+    page: Annotated[Path | None, typer.Option(help="Write the plots into this HTML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
     """Pretraining on subnetworks that grow, against the full model at equal seconds."""
     from ratoon.bench.study import Study, load_results, run
     from ratoon.bench.study_arms import ARMS
     from ratoon.bench.study_summary import summarise
+    from ratoon.observe.files import write_atomically
+    from ratoon.report.study import render_study
 
     console = Console(stderr=True)
     if not show:
@@ -53,6 +56,8 @@ def study(
         )
         run(wanted, processes, lambda text: console.print(text, highlight=False))
     record = summarise(load_results(results))
+    if page is not None:
+        write_atomically(page, render_study(record))
     if as_json:
         typer.echo(json.dumps(record, indent=2))
     else:

@@ -6,14 +6,19 @@ from html import escape
 from typing import Any
 
 from ratoon.report.load import Run
-from ratoon.report.parts import left_out
+from ratoon.report.parts import card, left_out
+from ratoon.report.pretraining import pretraining_cards
 from ratoon.report.svg import number
 
 
 def headline(run: Run) -> str:
     """The figures that the run is judged by, as cards."""
     if run.summary is None:
-        return _fine_tuning(run) or left_out("summary.json is missing: the run has not ended")
+        return (
+            pretraining_cards(run)
+            or _fine_tuning(run)
+            or left_out("summary.json is missing: the run has not ended")
+        )
     s = run.summary
     cards = [
         _reward_card(s),
@@ -39,10 +44,10 @@ def _fine_tuning(run: Run) -> str:
         if points := run.series(name):
             first, last = points[0][1], points[-1][1]
             value = f"<small>{first:.3f} →</small> {last:.3f}"
-            cards.append(_card(title, value, "nats per token, first and last step"))
+            cards.append(card(title, value, "nats per token, first and last step"))
     if points := run.series("sft/tokens_per_s"):
         speeds = sorted(speed for _, speed in points)
-        cards.append(_card("Speed", number(speeds[len(speeds) // 2]), "tokens per second, median"))
+        cards.append(card("Speed", number(speeds[len(speeds) // 2]), "tokens per second, median"))
     return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
@@ -80,35 +85,28 @@ def _run_line(s: dict[str, Any]) -> str:
     return f'<p class="small muted">{escape(" · ".join(facts))}</p>'
 
 
-def _card(title: str, value: str, text: str) -> str:
-    return (
-        f'<div class="card"><h3 class="muted">{title}</h3>'
-        f'<div class="value">{value}</div><div class="small muted">{text}</div></div>'
-    )
-
-
 def _reward_card(s: dict[str, Any]) -> str:
     before, after, error = s["reward_before"], s["reward_after"], s["reward_diff_stderr"]
     if not isinstance(before, int | float) or not isinstance(after, int | float):
-        return _card("Held-out reward", "–", "not measured")
+        return card("Held-out reward", "–", "not measured")
     value = f"<small>{number(before)} →</small> {number(after)}"
     gain = after - before
     if not isinstance(error, int | float):
-        return _card("Held-out reward", value, "no standard error")
+        return card("Held-out reward", value, "no standard error")
     clear = abs(gain) > 2 * error
     kind = ("good" if gain > 0 else "bad") if clear else "muted"
     verdict = "clear of noise" if clear else "within noise"
     text = f'<span class="{kind}">{gain:+.3f} ± {number(error, 2)}</span>, paired: {verdict}'
-    return _card("Held-out reward", value, text)
+    return card("Held-out reward", value, text)
 
 
 def _ratio_card(title: str, ratio: object, text: str) -> str:
     if not isinstance(ratio, int | float):
-        return _card(title, "–", "not measured")
+        return card(title, "–", "not measured")
     word = "faster" if ratio >= 1 else "slower"
     kind = "good" if ratio >= 1 else "bad"
     factor = ratio if ratio >= 1 else 1 / ratio
-    return _card(title, f'<span class="{kind}">{factor:.2f}×</span> <small>{word}</small>', text)
+    return card(title, f'<span class="{kind}">{factor:.2f}×</span> <small>{word}</small>', text)
 
 
 def _tokens_card(s: dict[str, Any]) -> str:
@@ -118,26 +116,26 @@ def _tokens_card(s: dict[str, Any]) -> str:
         s.get("responses_compared"),
     )
     if same is None:
-        return _card("Tokens, against plain decoding", "–", "not compared")
+        return card("Tokens, against plain decoding", "–", "not compared")
     compared = f"{tokens:,} tokens" if isinstance(tokens, int) else "one step"
     compared += f" of {responses:,} responses" if isinstance(responses, int) else ""
     value = '<span class="good">identical</span>' if same else '<span class="bad">differ</span>'
-    return _card("Tokens, against plain decoding", value, f"{compared} compared")
+    return card("Tokens, against plain decoding", value, f"{compared} compared")
 
 
 def _idle_card(s: dict[str, Any]) -> str:
     idle, filled, tokens = s["idle_fraction"], s["idle_fraction_filled"], s["spot_tokens"]
     if not isinstance(idle, int | float):
-        return _card("Idle in rollouts", "–", "not measured")
+        return card("Idle in rollouts", "–", "not measured")
     text = "of worker time"
     if isinstance(filled, int | float) and isinstance(tokens, int | float):
         text += f"; {filled:.0%} of it trained the drafter, {number(tokens)} tokens"
-    return _card("Idle in rollouts", f"{idle:.0%}", text)
+    return card("Idle in rollouts", f"{idle:.0%}", text)
 
 
 def _acceptance_card(s: dict[str, Any]) -> str:
     first, last = s["acceptance_length_first"], s["acceptance_length_last"]
     if not isinstance(first, int | float) or not isinstance(last, int | float):
-        return _card("Tokens per verification", "–", "not measured")
+        return card("Tokens per verification", "–", "not measured")
     value = f"<small>{first:.2f} →</small> {last:.2f}"
-    return _card("Tokens per verification", value, "first and last step; 1 is plain decoding")
+    return card("Tokens per verification", value, "first and last step; 1 is plain decoding")

@@ -36,29 +36,39 @@ def render(run: Run) -> str:
     """The whole page as text."""
     title = (run.summary or {}).get("title") or run.name
     parts = [
-        _section("", headline(run)),
-        _section("Who did what when", sections.timeline(run)),
-        _section("What changed", sections.curves(run)),
-        _section("Where the time goes", sections.step_time(run)),
-        _section("With and without speculation", sections.speed(run)),
-        _section("Before and after", sections.samples(run)),
-        _section("Where this comes from", sections.origin(run)),
+        section("", headline(run)),
+        section("Who did what when", sections.timeline(run)),
+        section("What changed", sections.curves(run)),
+        section("Where the time goes", sections.step_time(run)),
+        section("With and without speculation", sections.speed(run)),
+        section("Before and after", sections.samples(run)),
+        section("Where this comes from", sections.origin(run)),
     ]
+    return document(
+        str(title),
+        f"run {run.name}",
+        "".join(parts),
+        "Written by Ratoon from the run's folder; metrics.jsonl is the truth.",
+    )
+
+
+def document(title: str, subtitle: str, body: str, footer: str) -> str:
+    """A whole page around `body`, which is HTML; the other texts are plain."""
     files = resources.files("ratoon.report")
     style = files.joinpath("style.css").read_text(encoding="utf-8") + _palette()
     script = files.joinpath("page.js").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(str(title))} · Ratoon</title><style>{style}</style></head><body><main>"
-        f"<header>{_SPROUT}<div><h1>{escape(str(title))}</h1>"
-        f'<div class="muted">run {escape(run.name)}</div></div></header>'
-        f"{''.join(parts)}<footer>Written by Ratoon from the run's folder; "
-        f"metrics.jsonl is the truth.</footer></main><script>{script}</script></body></html>\n"
+        f"<title>{escape(title)} · Ratoon</title><style>{style}</style></head><body><main>"
+        f"<header>{_SPROUT}<div><h1>{escape(title)}</h1>"
+        f'<div class="muted">{escape(subtitle)}</div></div></header>'
+        f"{body}<footer>{escape(footer)}</footer></main><script>{script}</script></body></html>\n"
     )
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """A part of the page under a heading, which may be empty."""
     heading = f"<h2>{escape(title)}</h2>" if title else '<div style="height:22px"></div>'
     return f"<section>{heading}{body}</section>"
 

@@ -17,6 +17,14 @@ def legend(names: Sequence[tuple[str, str]]) -> str:
     return f'<div class="legend">{"".join(items)}</div>'
 
 
+def card(title: str, value: str, text: str) -> str:
+    """A figure of the headline; all three are HTML."""
+    return (
+        f'<div class="card"><h3 class="muted">{title}</h3>'
+        f'<div class="value">{value}</div><div class="small muted">{text}</div></div>'
+    )
+
+
 def figure(
     title: str,
     unit: str,

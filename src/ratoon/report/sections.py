@@ -10,6 +10,7 @@ from ratoon.observe.metrics import metric
 from ratoon.observe.timeline import ACTIVITIES
 from ratoon.report.load import Run, Sample, Span
 from ratoon.report.parts import figure, left_out, legend
+from ratoon.report.pretraining import is_pretraining, pretraining
 from ratoon.report.svg import Series, column_chart, lane_chart, line_chart, number
 
 WORDS: dict[str, str] = {str(name): name.replace("_", " ") for name in ACTIVITIES} | {
@@ -79,7 +80,9 @@ def _curve(
 
 
 def curves(run: Run) -> str:
-    """What changed over the steps."""
+    """What changed over the steps; of pretraining, over tokens, time and operations."""
+    if is_pretraining(run):
+        return pretraining(run)
     charts = [
         _curve(
             run,
