@@ -159,6 +159,7 @@ def trainer_options(spec: DraftingSpec) -> TrainerOptions:
         loss=spec.drafter.loss,
         temperature=spec.temperature,
         batch_tokens=spec.drafter.batch_tokens,
+        compiled=spec.drafter.compiled,
     )
 
 

@@ -31,8 +31,8 @@ class FlatAdamW:
     """Optimizer of `master [P]` whose results are also written to `compute [P]`, in its dtype.
 
     Source: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, in torch's fused kernel or,
-    with `compiled`, in a loop that torch.compile makes at the first step (`has_compiler` tells
-    whether it can). The two agree up to rounding.
+    with `compiled`, in a loop that torch.compile makes here and now (`has_compiler` tells whether
+    it can). The two agree up to rounding.
 
     Raises: ConfigError if `compiled` is asked for on a CPU without a compiler.
     """
@@ -64,6 +64,7 @@ class FlatAdamW:
                 )
             self._fused = torch.compile(_update, dynamic=False)
             self._squares = torch.compile(_sum_of_squares, dynamic=False)
+            self._compile()
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -77,6 +78,7 @@ class FlatAdamW:
             moment.zero_()
         return dict(self._moments)
 
+    @torch.no_grad()
     def norm(self, gradient: Tensor) -> float:
         """Euclidean norm of `gradient [P]`, summed in the master's dtype."""
         if self._squares is not None:
@@ -111,6 +113,17 @@ class FlatAdamW:
                 maximize=False,
             )
             compute.copy_(master)
+
+    @torch.no_grad()
+    def _compile(self) -> None:
+        """A step that changes nothing: compilation takes seconds, which nobody waits for later."""
+        still = torch.zeros_like(self._compute)
+        self.norm(still)
+        assert self._fused is not None
+        factors = self._master.new_tensor([0.0, 1.0, 0.0, 1.0])
+        self._fused(
+            self._master, *self._moments.values(), still, self._compute, factors, self._betas
+        )
 
     def _factors(self, scale: float, learning_rate: float) -> Tensor:
         """What `_update` multiplies by in this step: a tensor, or it would be compiled anew."""
