@@ -185,8 +185,13 @@ def test_a_sliced_forward_is_the_masked_one_with_its_gradients(name: str, place:
             _assert_same(sliced, masked)
 
 
+@pytest.mark.parametrize("narrow", [1, sliced_forward._NARROW_UNIT])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_sums_in_main_grad_are_the_gradients(name: str) -> None:
+def test_sums_in_main_grad_are_the_gradients(
+    name: str, narrow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Columns are added in two ways, by their number of entries; here by both.
+    monkeypatch.setattr(sliced_forward, "_NARROW_UNIT", narrow)
     for sampler in _samplers(name):
         decoder = _decoder(name)
         drawn = sampler.draw(RATES, 0, 0, len(BATCH.lengths))

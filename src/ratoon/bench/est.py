@@ -12,7 +12,7 @@ operations, output head and optimizer included.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,8 @@ def run(
 
     `stage_time_ratio` has the median over rounds of each arm's time over the full step's in the
     same round, with its bootstrap interval; `stage_flops_ratio` what was counted; `time_over_flops`
-    the quotient, whose bar is `bar`.
+    the quotient, whose bar is `bar`. `cpu_time_over_flops` is the same with the process's own
+    seconds, which other work on the machine disturbs less.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -102,19 +103,22 @@ def _run(
             if kind != "sequences" or rates.layers < 1.0:
                 arms[f"{kind}_{stage}"] = sampler, rates
 
-    def timed(sampler: Sampler, rates: Rates) -> Callable[[int], float]:
-        def step(number: int) -> float:
-            started = time.perf_counter()
+    def timed(sampler: Sampler, rates: Rates) -> Callable[[int], tuple[float, float]]:
+        def step(number: int) -> tuple[float, float]:
+            started = time.perf_counter(), time.process_time()
             trainer.step(
                 sequences,
                 LR,
                 lambda place, count: sampler.draw(rates, number, place, count),
             )
-            return time.perf_counter() - started
+            return time.perf_counter() - started[0], time.process_time() - started[1]
 
         return step
 
-    seconds = interleaved({name: timed(*arm) for name, arm in arms.items()}, rounds)
+    both = interleaved({name: timed(*arm) for name, arm in arms.items()}, rounds)
+    seconds, cpu_seconds = (
+        {name: [pair[place] for pair in pairs] for name, pairs in both.items()} for place in (0, 1)
+    )
     tokens = num_documents * document_tokens
     drawn = {
         name: sampler.draw(rates, 0, 0, micro_batch) for name, (sampler, rates) in arms.items()
@@ -148,10 +152,18 @@ def _run(
         "stage_flops_ratio_paper": {
             name: layer_ratio(config, drawn[name], drawn["full"]) for name in flops_ratio
         },
-        "time_over_flops": {
-            name: ratio_interval(seconds[name], [ratio * each for each in seconds["full"]])
-            for name, ratio in flops_ratio.items()
-        },
+        "time_over_flops": _over(seconds, flops_ratio),
+        "cpu_time_over_flops": _over(cpu_seconds, flops_ratio),
+    }
+
+
+def _over(
+    seconds: Mapping[str, Sequence[float]], flops_ratio: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Time ratios within a round, over what was counted."""
+    return {
+        name: ratio_interval(seconds[name], [ratio * each for each in seconds["full"]])
+        for name, ratio in flops_ratio.items()
     }
 
 

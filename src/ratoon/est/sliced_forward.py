@@ -29,6 +29,10 @@ from ratoon.models.document_attention import DocumentPlan, plan_documents
 from ratoon.models.fused import block_rows, deliver_grad, sum_dtype
 from ratoon.models.packing import PackedBatch
 
+# Columns of fewer entries are added faster row by row than unit by unit: on a CPU, `[768, 3072]` in
+# units of 1, 8 and 32 takes 3.0, 1.7 and 3.4 ms instead of 11.1, 5.6 and 2.4.
+_NARROW_UNIT = 16
+
 
 def hidden_states(
     decoder: Decoder, batch: PackedBatch, subnetwork: Subnetwork, *, recompute: bool = False
@@ -266,6 +270,10 @@ class _Take(torch.autograd.Function):
             result = target = torch.zeros_like(weight)
         if units is None:
             target.add_(grad, alpha=scale)
+        elif dim == 1 and size < _NARROW_UNIT and target.device.type == "cpu":
+            columns = (units[:, None] * size + torch.arange(size)).flatten()
+            source = grad.to(target.dtype) if scale == 1.0 else grad.to(target.dtype) * scale
+            target.scatter_add_(1, columns.expand(len(target), -1), source)
         else:
             source = _in_units(grad, dim, size).to(target.dtype)
             _in_units(target, dim, size).index_add_(dim, units, source, alpha=scale)
