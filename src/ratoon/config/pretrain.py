@@ -153,9 +153,6 @@ class PretrainUpdate(Settings):
     activation_checkpointing: bool = Field(
         False, description="Compute layers again in backward instead of keeping what they made."
     )
-    compile: bool = Field(
-        False, description="Compile each layer with torch.compile; needs a compiler."
-    )
     shard: bool = Field(
         False,
         description="Shard weights and moments over the processes of torchrun (FSDP2); false = "

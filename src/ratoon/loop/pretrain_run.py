@@ -149,6 +149,7 @@ class _Run:
         self.observer.phase("pretraining", config.steps, done=done)
         if not done:
             self._evaluate(0)
+        self.window.started_s = self.observer.clock.now()
         for step in range(done, config.steps):
             self._decide(step)
             if self._begins_stage(step):
@@ -306,6 +307,7 @@ class _Run:
                 "pretrain/clipped_frac": float((norms > limit).double().mean()),
                 "pretrain/lr": self._lr(step, self.evolution.schedule.at(step).rates),
                 "pretrain/stage": self.evolution.schedule.index(step),
+                "pretrain/processes": self.workers.size,
                 "pretrain/tokens_per_s": tokens / seconds if seconds else 0.0,
                 **self.account.metrics(),
             },

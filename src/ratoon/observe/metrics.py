@@ -65,6 +65,7 @@ METRICS: dict[str, Metric] = {
     "pretrain/stage": Metric("", "Number of the stage, from 0"),
     "pretrain/tokens": Metric("tokens", "Tokens trained on so far"),
     "pretrain/tokens_per_s": Metric("tokens/s", "Training speed, all processes together"),
+    "pretrain/processes": Metric("processes", "Processes that train together"),
     "pretrain/train_s": Metric("s", "Time of training steps so far, evaluation left out"),
     "pretrain/flops": Metric(
         "FLOP", "Counted operations so far: forward, backward and optimizer, head included"
