@@ -140,6 +140,13 @@ def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) ->
         shape = Shape.of(model)
         whole = StagedSchedule.of([StagePart(0.0, Rates())], config.steps)
         return Evolution(shape, whole, NestedSampler(shape))
+    has_biases = model.out_bias or model.mlp_bias
+    if config.update.shard and evolve.method == "random" and has_biases:
+        raise ConfigError(
+            f"update.shard = true with random subnetworks of a {model.family} model: skipped "
+            "layers still add their output biases, which are not whole then; choose update.shard = "
+            "false, method nested, or a family without biases"
+        )
     shape = Shape.of(model, neuron_block=evolve.neuron_block, head_unit=evolve.head_unit)
     sampler = _sampler(evolve, shape, config.seed)
     new_layers: NewLayers = evolve.new_layers if evolve.method == "nested" else "as_they_are"

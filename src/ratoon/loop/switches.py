@@ -13,14 +13,14 @@ https://arxiv.org/abs/2002.12915).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from ratoon.est.adapters import Layout
 from ratoon.est.subnetwork import Subnetwork
-from ratoon.models.decoder import Decoder
+from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.training.pretrainer import Ids, Pretrainer
 
 # Of the central difference; draws change factors by about one, so this is a tenth of a unit.
@@ -38,14 +38,15 @@ def second_order_excess(trainer: Pretrainer, sequences: Ids, draws: Sequence[Sub
     Central differences along each draw's factors, in the type of the masters. Worker by worker the
     same, on sequences that are shared out.
     """
-    whole = _loss(trainer, trainer.decoder, sequences)
+    masters = trainer.weights.tensors()["master"]
+    whole = trainer.evaluate(sequences, decoder=_copy(trainer.decoder.config, masters))
     total = 0.0
     for draw in draws:
         losses = []
         for sign in (-1, 1):
-            moved = copy.deepcopy(trainer.decoder)
+            moved = _copy(trainer.decoder.config, masters)
             scale_units(moved, trainer.layout, draw, sign * _STEP)
-            losses.append(_loss(trainer, moved, sequences))
+            losses.append(trainer.evaluate(sequences, decoder=moved))
         total += 0.5 * (sum(losses) - 2 * whole) / _STEP**2
     return total / len(draws)
 
@@ -83,5 +84,9 @@ def scale_units(decoder: Decoder, layout: Layout, draw: Subnetwork, step: float)
             weight.mul_(factors if piece.dim == 1 else factors[:, None])
 
 
-def _loss(trainer: Pretrainer, decoder: Decoder, sequences: Ids) -> float:
-    return trainer.evaluate(sequences, decoder=decoder)
+def _copy(config: DecoderConfig, masters: Mapping[str, Tensor]) -> Decoder:
+    """A decoder of its own memory, whole also where the trainer's is sharded."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.load_state_dict({name: value.clone() for name, value in masters.items()}, assign=True)
+    return decoder

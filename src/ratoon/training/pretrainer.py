@@ -112,7 +112,7 @@ class Pretrainer:
             total += loss.detach() / self.weights.loss_scale
         touched = None
         if self.freezes and draw is not None:
-            touched = touched_parameters(self.layout, self.weights.counts, subnetworks)
+            touched = touched_parameters(self.layout, self.weights.counts, subnetworks, self.device)
         norm = self.weights.step(lr, touched)
         return StepResult(total, norm)
 

@@ -60,7 +60,8 @@ class ShardedWeights:
         self._parameters: dict[str, Any] = dict(decoder.named_parameters())
         self.counts = dict.fromkeys(self._parameters, 0)
         self._decays = {name for name, p in self._parameters.items() if p.dim() >= 2}
-        self._local = {name: p.to_local() for name, p in self._parameters.items()}
+        self._local = {name: p.to_local().detach() for name, p in self._parameters.items()}
+        self._loaded: Mapping[str, Mapping[str, Tensor]] = {}
         self._moments = {
             kind: {name: torch.zeros_like(local) for name, local in self._local.items()}
             for kind in KINDS[1:]
@@ -168,6 +169,7 @@ class ShardedWeights:
                 if first:
                     value.copy_(self._loaded[kind][name])
                 tensors[kind][name] = self._workers.copy_first_(value)
+        self._loaded = {}
         self._scatter(tensors)
         self.counts = json.loads(self._workers.broadcast(json.dumps(self.counts)))
         self.discard_gradients()
