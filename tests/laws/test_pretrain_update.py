@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from ratoon.errors import NumericsError
 from ratoon.est.sampler import RandomSampler
-from ratoon.est.subnetwork import Rates, Shape, Subnetwork
+from ratoon.est.subnetwork import LayerPart, Rates, Shape, Subnetwork
+from ratoon.loop.switches import second_order_excess, subnetwork_loss
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.hf_config import FAMILIES
 from ratoon.models.initialise import new_decoder
@@ -220,5 +221,21 @@ def test_a_subnetworks_loss_is_evaluated_as_it_is_trained() -> None:
     losses = (trainer.evaluate(sequences(), subnetwork), trainer.evaluate(sequences()))
     trained = trainer.step(sequences(), 0.0, lambda *_: subnetwork)
     assert float(trained.loss) == pytest.approx(losses[0], rel=1e-6)
-    assert losses[1] == pytest.approx(float(mean_loss(trainer.decoder, sequences())), rel=1e-6)
+    whole = mean_loss(trainer.decoder, sequences()).item()
+    assert losses[1] == pytest.approx(whole, rel=1e-6)
     assert losses[0] != pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_excess_loss_of_small_deviations_is_the_second_order_one(family: str) -> None:
+    """Outputs scaled up and down by a little: first orders cancel, third ones are too small."""
+    trainer = make_trainer(make_decoder(family))
+    for _ in range(5):
+        trainer.step(sequences(), 1e-2)
+    shape = trainer.shape
+    draws = [
+        Subnetwork(shape, (LayerPart(attention_scale=1 + step, mlp_scale=1 + step / 2),) * 4)
+        for step in (-0.1, 0.1)
+    ]
+    expected = subnetwork_loss(trainer, sequences(), draws) - trainer.evaluate(sequences())
+    assert second_order_excess(trainer, sequences(), draws) == pytest.approx(expected, rel=0.05)
