@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,41 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(data: Path, kind: str,
         for name, value in values.items():
             if not name.endswith(timed) and not name.startswith(timed):
                 assert again[name] == value, (step, name)
+
+
+@pytest.mark.parametrize("method", ["nested", "random"])
+def test_a_replay_trains_the_weights_of_the_adaptive_run_without_its_probes(
+    data: Path, method: str
+) -> None:
+    evolve = {**ADAPTIVE, "method": method}
+    if method == "random":
+        del evolve["new_layers"]
+    adaptive, decided = run(make_config(data, f"decides-{method}", evolve=evolve))
+    assert len(decided.stages) > 1
+    assert decided.probe_flops > 0
+    replay = {k: v for k, v in evolve.items() if k != "adaptive"} | {"replay": str(adaptive.growth)}
+    replayed, followed = run(make_config(data, f"follows-{method}", evolve=replay))
+    assert same_weights(adaptive, replayed)
+    assert followed.stages == decided.stages
+    assert followed.losses == decided.losses
+    assert followed.evaluations == decided.evaluations
+    saved = decided.metrics["pretrain/flops"] - followed.metrics["pretrain/flops"]
+    assert saved == pytest.approx(decided.probe_flops, rel=1e-12)
+    assert followed.probe_flops == 0
+    for folder in (adaptive, replayed):
+        begun = {s: v for s, v in metrics_of(folder).items() if "switch/stage" in v}
+        assert list(begun) == [stage.start for stage in decided.stages]
+        assert begun[max(begun)]["switch/layers"] == 1
+
+
+def test_what_a_cut_run_decided_after_its_checkpoint_is_decided_anew(data: Path) -> None:
+    config = make_config(data, "regrows", evolve=ADAPTIVE)
+    with pytest.raises(CutShort), EndsAt(open_folder(config), 9) as observer:
+        pretrain(config, RunFolder(config.output_dir / config.name), observer)
+    resumed, result = run(config, resume=True)
+    record = json.loads(resumed.growth.read_text())
+    assert [stage["step"] for stage in record["stages"]] == [s.start for s in result.stages]
+    assert record["probe_flops"] == result.probe_flops
 
 
 def test_a_run_without_a_folder_gives_the_same_numbers(data: Path) -> None:

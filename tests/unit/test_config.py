@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ratoon.config import RLConfig, SFTConfig, build_config, load_config, resolved_yaml
+from ratoon.config import CONFIGS, RLConfig, SFTConfig, build_config, load_config, resolved_yaml
 from ratoon.config.load import apply_overrides, parse_yaml
 from ratoon.config.reference import markdown
 from ratoon.errors import ConfigError
@@ -171,4 +171,5 @@ def test_the_written_reference_is_current() -> None:
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_is_valid(recipe: Path) -> None:
     values = parse_yaml(recipe.read_text(encoding="utf-8"), recipe.name)
-    build_config(SFTConfig if recipe.stem.startswith("sft") else RLConfig, values, recipe.name)
+    verb = recipe.stem.partition("_")[0]
+    build_config(CONFIGS.get(verb, RLConfig), values, recipe.name)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+
+import yaml
 
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -29,7 +33,9 @@ def make_run(path: Path, config: str = CONFIG) -> RunFolder:
                     "pretrain/saved_frac_paper": 0.375,
                 },
             )
-        observer.metrics(20, {"switch/drop": 0.0625, "switch/subnetwork_loss_before": 6.5})
+        stage = {"switch/stage": 1, "switch/layers": 1, "switch/heads": 0.5, "switch/neurons": 0.75}
+        losses = {"switch/drop": 0.0625, "switch/subnetwork_loss_before": 6.5}
+        observer.metrics(20, {**stage, **losses})
         observer.metrics(30, {"pretrain/eval_loss": 5.125})
     return folder
 
@@ -43,6 +49,35 @@ def test_the_page_shows_losses_savings_and_switches(tmp_path: Path) -> None:
     assert "37.5% as the paper" in page
     assert "0.0625" in page
     assert "Switches of stages" in page
+
+
+def test_the_page_says_what_was_decided_and_gives_it_as_settings(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    first = {"step": 0, "layers": 0.5, "heads": 1.0, "neurons": 1.0}
+    growth = {
+        "steps": 30,
+        "stages": [first, {**first, "step": 20, "layers": 1.0}],
+        "decisions": [
+            {
+                "step": 20,
+                "rates": [0.5, 1, 1],
+                "new_rates": [1, 1, 1],
+                "reason": "slope",
+                "own_slope": 2e-12,
+                "slopes": [{"rates": [1, 1, 1], "slope": 3e-12}],
+            }
+        ],
+    }
+    folder.growth.write_text(json.dumps(growth), encoding="utf-8")
+    page = write_report(folder.path).read_text(encoding="utf-8")
+    assert "3e-12 at 1 / 1 / 1" in page
+    pasted = re.search(r"<pre>(stages:.*?)</pre>", page, re.DOTALL)
+    assert pasted is not None
+    stages = yaml.safe_load(pasted[1])["stages"]
+    assert [round(stage["start"] * 30) for stage in stages] == [0, 20]
+    assert [stage["layers"] for stage in stages] == [0.5, 1]
+    silent = write_report(make_run(tmp_path / "fixed").path).read_text(encoding="utf-8")
+    assert "Decisions about growth" not in silent
 
 
 def test_the_bill_follows_from_stated_factors(tmp_path: Path) -> None:

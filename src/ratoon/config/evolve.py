@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ratoon.config.base import Items, Settings, forbid_without_effect, require
+from ratoon.config.base import (
+    Items,
+    MustExist,
+    PathText,
+    Settings,
+    forbid_without_effect,
+    require,
+)
 
 Scaling = Literal["inv_p", "inv_sqrt_p", "none"]
+GrowthFile = Annotated[
+    PathText, MustExist("file", "an adaptive run writes it into its folder as growth.json")
+]
 
 
 class EvolveStage(Settings):
@@ -110,6 +120,11 @@ class Evolve(Settings):
     adaptive: Adaptive | None = Field(
         None, description="Growth decided from losses, instead of `stages`."
     )
+    replay: GrowthFile | None = Field(
+        None,
+        description="growth.json of an adaptive run: grow where that run grew, without probes. The "
+        "same weights come out where all else is the same.",
+    )
     random: RandomChoice = Field(RandomChoice(), description="Random subnetworks.")
     new_layers: Literal["stack", "zero_output"] = Field(
         "stack",
@@ -145,10 +160,8 @@ class Evolve(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Evolve:
-        require(
-            bool(self.stages) != (self.adaptive is not None),
-            "evolve: give either stages or adaptive",
-        )
+        given = (bool(self.stages), self.adaptive is not None, self.replay is not None)
+        require(sum(given) == 1, "evolve: give one of stages, adaptive and replay")
         if self.stages:
             _check_stages(self.stages)
         require(

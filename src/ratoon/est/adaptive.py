@@ -135,7 +135,7 @@ class AdaptiveSchedule:
         self._history = [*self._history, (flops, loss)][-self.settings.window :]
 
     def observe_probe(self, flops: float, seconds: float) -> None:
-        """Add up what probes cost."""
+        """Add up what deciding costs: losses that are measured, and probes."""
         self.probe_flops += flops
         self.probe_seconds += seconds
 

@@ -39,16 +39,15 @@ class Adaptation:
 
     def decide(self, step: int, account: Account) -> None:
         """Settle the stage of `step`, before it; called for each step once, on all workers."""
-        started = self.clock.now()
+        started, flops = self.clock.now(), account.flops
         present = self.schedule.settings.ladder[self.schedule.rung]
         if not present.is_full and step and step % self.settings.observe_every == 0:
             self.schedule.observe(self._loss(present, account), account.flops)
-        flops = account.flops
         slopes = {rung: self._probe(rung, step, account) for rung in self.schedule.asks(step)}
         self.schedule.decide(step, slopes)
         seconds = self.clock.now() - started
         account.train_s += seconds
-        if slopes:
+        if account.flops > flops:
             self.schedule.observe_probe(account.flops - flops, seconds)
 
     def _probe(self, rung: int, step: int, account: Account) -> float:

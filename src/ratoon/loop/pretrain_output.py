@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ratoon.config import resolved_yaml
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.errors import CheckpointError, ConfigError
 from ratoon.est.adaptive import AdaptiveSchedule
+from ratoon.est.schedule import Stage
 from ratoon.loop.accounting import Account
 from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
 from ratoon.loop.pretrain_setup import Data, Evolution, learning_rate
@@ -105,7 +106,11 @@ def _past(config: PretrainConfig, data: Data, evolution: Evolution, steps: int) 
 
 
 def save_pretrained(
-    config: PretrainConfig, folder: RunFolder, decoder: Decoder, metrics: Mapping[str, float]
+    config: PretrainConfig,
+    folder: RunFolder,
+    decoder: Decoder,
+    metrics: Mapping[str, float],
+    stages: Sequence[Stage],
 ) -> None:
     """Write the model with its tokenizer and card as a Hugging Face directory."""
     if folder.model.exists():
@@ -120,21 +125,27 @@ def save_pretrained(
         for name in CARRIED_FILES:
             if (config.data.path / name).is_file() and not (part / name).exists():
                 shutil.copyfile(config.data.path / name, part / name)
-        (part / "README.md").write_text(model_card(config, decoder, metrics), encoding="utf-8")
+        card = model_card(config, decoder, metrics, stages)
+        (part / "README.md").write_text(card, encoding="utf-8")
 
 
-def model_card(config: PretrainConfig, decoder: Decoder, metrics: Mapping[str, float]) -> str:
+def model_card(
+    config: PretrainConfig,
+    decoder: Decoder,
+    metrics: Mapping[str, float],
+    stages: Sequence[Stage],
+) -> str:
     """What a reader of the model's page must know, in the hub's format."""
     shape = decoder.config
     count = sum(p.numel() for p in decoder.parameters())
     how = "as a whole"
     if config.evolve is not None:
-        stages = "; ".join(
-            f"from {stage.start:.0%}: {stage.layers:g} of layers, {stage.heads:g} of heads, "
-            f"{stage.neurons:g} of neurons"
-            for stage in config.evolve.stages
+        grown = "; ".join(
+            f"from step {stage.start:,}: {stage.rates.layers:g} of layers, {stage.rates.heads:g} "
+            f"of heads, {stage.rates.neurons:g} of neurons"
+            for stage in stages
         )
-        how = f"on {config.evolve.method} subnetworks that grow ({stages})"
+        how = f"on {config.evolve.method} subnetworks that grow ({grown})"
     saved = metrics.get("pretrain/saved_frac", 0.0)
     loss = metrics.get("pretrain/eval_loss")
     held_out = "not measured" if loss is None else f"{loss:.4f} nats per token"

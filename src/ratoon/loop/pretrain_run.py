@@ -8,7 +8,7 @@ of the configuration and the step alone, so the ranks agree without a message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -20,6 +20,7 @@ from ratoon.est.subnetwork import Rates, Subnetwork
 from ratoon.loop.accounting import Account, StepCost
 from ratoon.loop.adapting import Adaptation
 from ratoon.loop.growing import grow_into
+from ratoon.loop.growth_file import write_growth
 from ratoon.loop.pretrain_output import load_run, save_pretrained, save_run
 from ratoon.loop.pretrain_setup import (
     decoder_config,
@@ -27,13 +28,14 @@ from ratoon.loop.pretrain_setup import (
     learning_rate,
     make_decoder,
     open_data,
+    update_rule,
 )
-from ratoon.loop.switches import second_order_excess, subnetwork_loss, switch_metrics
+from ratoon.loop.switches import switch_losses, switch_metrics
 from ratoon.models.decoder import Decoder
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
 from ratoon.training.data_parallel import DataParallel
-from ratoon.training.flat_weights import UpdateRule, require_finite
+from ratoon.training.flat_weights import require_finite
 from ratoon.training.pretrainer import Ids, Passes, Pretrainer, StepResult
 from ratoon.training.torchrun import torchrun_workers
 
@@ -43,12 +45,17 @@ class PretrainResult:
     """What a run came to.
 
     `evaluations` maps a step to the whole model's held-out loss, `losses` to the mean training loss
-    since the record before, both in nats per token. `metrics` are the last recorded.
+    since the record before, both in nats per token. `metrics` are the last recorded. `stages` are
+    those that the run went through, and where each began. Deciding about them has cost
+    `probe_flops` operations and `probe_s` seconds, which are part of the run's.
     """
 
     evaluations: dict[int, float]
     losses: dict[int, float]
     metrics: dict[str, float]
+    stages: tuple[Stage, ...]
+    probe_flops: float
+    probe_s: float
 
 
 def pretrain(
@@ -67,7 +74,7 @@ def pretrain(
         run.resume()
         run.train()
         run.save()
-        return PretrainResult(run.evaluations, run.losses, run.metrics)
+        return run.result()
 
 
 @dataclass(slots=True)
@@ -111,7 +118,7 @@ class _Run:
         self.lr = learning_rate(config)
         self.trainer = Pretrainer(
             make_decoder(config, model).to(device),
-            _rule(config),
+            update_rule(config),
             passes,
             shape=self.evolution.shape,
             freezes=config.evolve is None or config.evolve.unsampled == "freeze",
@@ -142,12 +149,14 @@ class _Run:
             self.account = account
         # Also what a run wrote that ended before its first checkpoint.
         self.observer.resume_after(self.account.steps or -1)
+        self._write_growth()
 
     def train(self) -> None:
         """All steps that are left."""
         config, done = self.config, self.account.steps
         self.observer.phase("pretraining", config.steps, done=done)
         if not done:
+            self._say_stage(0)
             self._evaluate(0)
         self.window.started_s = self.observer.clock.now()
         for step in range(done, config.steps):
@@ -175,13 +184,44 @@ class _Run:
         if self.folder is not None:
             decoder = Decoder(self.model)
             decoder.load_state_dict(dict(masters), assign=True)
-            save_pretrained(self.config, self.folder, decoder, self.metrics)
+            save_pretrained(
+                self.config, self.folder, decoder, self.metrics, self.evolution.schedule.stages
+            )
+
+    def result(self) -> PretrainResult:
+        """What the run has come to."""
+        probes = self._probe_cost()
+        return PretrainResult(
+            self.evaluations,
+            self.losses,
+            self.metrics,
+            self.evolution.schedule.stages,
+            probes.get("pretrain/probe_flops", 0.0),
+            probes.get("pretrain/probe_s", 0.0),
+        )
+
+    def _probe_cost(self) -> dict[str, float]:
+        schedule = self.evolution.schedule
+        if not isinstance(schedule, AdaptiveSchedule):
+            return {}
+        return {
+            "pretrain/probe_flops": schedule.probe_flops,
+            "pretrain/probe_s": schedule.probe_seconds,
+        }
+
+    def _write_growth(self) -> None:
+        schedule = self.evolution.schedule
+        if isinstance(schedule, AdaptiveSchedule) and self.folder is not None:
+            write_growth(self.folder, schedule)
 
     def _decide(self, step: int) -> None:
         """Let an adaptive schedule settle the stage of `step`."""
         if self.adaptation is not None:
             started = self.observer.clock.now()
+            decided = len(self.adaptation.schedule.log)
             self.adaptation.decide(step, self.account)
+            if len(self.adaptation.schedule.log) > decided:
+                self._write_growth()
             # It has paid for its time.
             self.window.started_s += self.observer.clock.now() - started
 
@@ -259,29 +299,25 @@ class _Run:
         if losses is not None:
             found = self._switch_losses(after.rates, step)
             assert found is not None
-            values = {f"switch/{name}_before": loss for name, loss in losses.items()}
-            values |= {f"switch/{name}_after": loss for name, loss in found.items()}
-            self._say(step, switch_metrics(values))
+            self._say(step, switch_metrics(losses, found))
+        self._say_stage(step)
         self.window.started_s = self.observer.clock.now()
 
     def _switch_losses(self, rates: Rates, step: int) -> dict[str, float] | None:
         """Held-out losses of the whole model and of subnetworks; None where not asked for."""
-        evolve = self.config.evolve
-        if evolve is None or not evolve.switch_sequences or self.data.held_out is None:
+        evolve, held_out = self.config.evolve, self.data.held_out
+        if evolve is None or not evolve.switch_sequences or held_out is None:
             return None
-        sequences = self.data.held_out.first(evolve.switch_sequences)
-        random = evolve.method == "random" and not rates.is_full
-        draws = [
-            self.evolution.sampler.draw(rates, step, number, self.trainer.passes.micro_batch)
-            for number in range(evolve.switch_draws if random else 1)
-        ]
-        losses = {
-            "full_loss": self.trainer.evaluate(sequences),
-            "subnetwork_loss": subnetwork_loss(self.trainer, sequences, draws),
-        }
-        if evolve.method == "random":
-            losses["excess"] = second_order_excess(self.trainer, sequences, draws)
-        return losses
+        sequences = held_out.first(evolve.switch_sequences)
+        return switch_losses(self.trainer, self.evolution.sampler, evolve, sequences, rates, step)
+
+    def _say_stage(self, step: int) -> None:
+        """Say which stage begins at `step`."""
+        if self.config.evolve is not None:
+            schedule = self.evolution.schedule
+            rates = schedule.at(step).rates
+            values = {f"switch/{name}": value for name, value in asdict(rates).items()}
+            self._say(step, {"switch/stage": schedule.index(step), **values})
 
     def _record(self, made: int) -> None:
         """Record the steps since the last record. The run's only host-device syncs."""
@@ -310,6 +346,7 @@ class _Run:
                 "pretrain/processes": self.workers.size,
                 "pretrain/tokens_per_s": tokens / seconds if seconds else 0.0,
                 **self.account.metrics(),
+                **self._probe_cost(),
             },
         )
         self.window = _Window(clock.now())
@@ -336,14 +373,3 @@ class _Run:
     def _say(self, made: int, values: dict[str, float]) -> None:
         self.metrics |= values
         self.observer.metrics(made, values)
-
-
-def _rule(config: PretrainConfig) -> UpdateRule:
-    optimizer = config.optimizer
-    return UpdateRule(
-        kind=optimizer.kind,
-        betas=optimizer.betas,
-        momentum=optimizer.momentum,
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
-    )

@@ -14,11 +14,13 @@ from ratoon.est.adaptive import AdaptiveSchedule, AdaptiveSettings, ladder
 from ratoon.est.sampler import NestedSampler, RandomSampler, Sampler
 from ratoon.est.schedule import NewLayers, StagedSchedule, StagePart
 from ratoon.est.subnetwork import Normalisation, Rates, Shape
+from ratoon.loop.growth_file import read_growth
 from ratoon.loop.setup import check_context
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.hf_config import FAMILIES, read_config
 from ratoon.models.hf_io import load_decoder
 from ratoon.models.initialise import new_decoder
+from ratoon.training.flat_weights import UpdateRule
 from ratoon.training.lr_schedule import LearningRate
 
 
@@ -119,6 +121,18 @@ def learning_rate(config: PretrainConfig) -> LearningRate:
     )
 
 
+def update_rule(config: PretrainConfig) -> UpdateRule:
+    """How gradients become updates."""
+    optimizer = config.optimizer
+    return UpdateRule(
+        kind=optimizer.kind,
+        betas=optimizer.betas,
+        momentum=optimizer.momentum,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Evolution:
     """How the subnetwork of a step is found."""
@@ -155,10 +169,11 @@ def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) ->
         for rates in settings.ladder:
             sampler.check(rates, micro_batch)
         return Evolution(shape, AdaptiveSchedule(settings), sampler)
-    schedule = StagedSchedule.of(
-        [StagePart(stage.start, Rates(*stage.rates), new_layers) for stage in evolve.stages],
-        config.steps,
-    )
+    if evolve.replay is not None:
+        schedule = read_growth(evolve.replay, config.steps, new_layers)
+    else:
+        parts = [StagePart(each.start, Rates(*each.rates), new_layers) for each in evolve.stages]
+        schedule = StagedSchedule.of(parts, config.steps)
     if config.optimizer.schedule == "wsd":
         schedule.require_growth_before(learning_rate(config).decay_start)
     for stage in schedule.stages:

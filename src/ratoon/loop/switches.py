@@ -18,13 +18,33 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ratoon.config.evolve import Evolve
 from ratoon.est.adapters import Layout
-from ratoon.est.subnetwork import Subnetwork
+from ratoon.est.sampler import Sampler
+from ratoon.est.subnetwork import Rates, Subnetwork
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.training.pretrainer import Ids, Pretrainer
 
 # Of the central difference; draws change factors by about one, so this is a tenth of a unit.
 _STEP = 0.1
+
+
+def switch_losses(
+    trainer: Pretrainer, sampler: Sampler, evolve: Evolve, sequences: Ids, rates: Rates, step: int
+) -> dict[str, float]:
+    """Losses of the whole model and of subnetworks at `rates`, measured before `step`."""
+    random = evolve.method == "random"
+    count = evolve.switch_draws if random and not rates.is_full else 1
+    draws = [
+        sampler.draw(rates, step, number, trainer.passes.micro_batch) for number in range(count)
+    ]
+    losses = {
+        "full_loss": trainer.evaluate(sequences),
+        "subnetwork_loss": subnetwork_loss(trainer, sequences, draws),
+    }
+    if random:
+        losses["excess"] = second_order_excess(trainer, sequences, draws)
+    return losses
 
 
 def subnetwork_loss(trainer: Pretrainer, sequences: Ids, draws: Sequence[Subnetwork]) -> float:
@@ -51,14 +71,14 @@ def second_order_excess(trainer: Pretrainer, sequences: Ids, draws: Sequence[Sub
     return total / len(draws)
 
 
-def switch_metrics(losses: Mapping[str, float]) -> dict[str, float]:
+def switch_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """As recorded: losses before and after, the drop, and the drop that was to be expected."""
-    values = {name: loss for name, loss in losses.items() if "excess" not in name}
-    drop = losses["switch/subnetwork_loss_before"] - losses["switch/subnetwork_loss_after"]
-    values["switch/drop"] = drop
-    if "switch/excess_before" in losses:
-        before, after = losses["switch/excess_before"], losses["switch/excess_after"]
-        values["switch/predicted_drop"] = before - after
+    values = {}
+    for name in ("full_loss", "subnetwork_loss"):
+        values[f"switch/{name}_before"], values[f"switch/{name}_after"] = before[name], after[name]
+    values["switch/drop"] = before["subnetwork_loss"] - after["subnetwork_loss"]
+    if "excess" in before:
+        values["switch/predicted_drop"] = before["excess"] - after["excess"]
     return values
 
 

@@ -76,6 +76,14 @@ METRICS: dict[str, Metric] = {
     "pretrain/saved_frac_paper": Metric(
         "", "The same as the paper counts it: layers only, in proportion to their size"
     ),
+    "pretrain/probe_flops": Metric(
+        "FLOP", "Counted operations so far of deciding when to grow, part of the operations"
+    ),
+    "pretrain/probe_s": Metric("s", "Time so far of deciding when to grow, part of the time"),
+    "switch/stage": Metric("", "Number of the stage that begins after these steps, from 0"),
+    "switch/layers": Metric("", "Share of layers that takes part from here on"),
+    "switch/heads": Metric("", "Share of heads that takes part from here on"),
+    "switch/neurons": Metric("", "Share of neurons that takes part from here on"),
     "switch/full_loss_before": Metric(
         "nats/token", "Held-out loss of the whole model before a stage begins"
     ),

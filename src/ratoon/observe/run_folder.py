@@ -129,6 +129,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def growth(self) -> Path:
+        """What an adaptive schedule of pretraining has decided."""
+        return self.path / "growth.json"
+
+    @property
     def drafter(self) -> Path:
         """The trained drafter, a by-product."""
         return self.path / "drafter"

@@ -48,6 +48,7 @@ class Run:
     samples: list[Sample]
     config_yaml: str | None
     provenance: dict[str, Any] | None
+    growth: dict[str, Any] | None
 
     def series(self, name: str) -> list[tuple[float, float]]:
         """`(step, value)` of one metric, where it was measured."""
@@ -75,6 +76,7 @@ def load_run(path: Path) -> Run:
         samples=_samples(folder.completions),
         config_yaml=folder.config.read_text(encoding="utf-8") if folder.config.is_file() else None,
         provenance=_json(folder.provenance),
+        growth=_json(folder.growth),
     )
 
 

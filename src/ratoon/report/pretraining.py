@@ -23,6 +23,9 @@ _LINES = (
 )
 _PREFIXES = {0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E", 7: "Z"}
 _SWITCH = (
+    ("switch/layers", "layers"),
+    ("switch/heads", "heads"),
+    ("switch/neurons", "neurons"),
     ("switch/subnetwork_loss_before", "subnetwork before"),
     ("switch/subnetwork_loss_after", "after"),
     ("switch/drop", "drop"),
@@ -58,7 +61,9 @@ def pretraining_cards(run: Run) -> str:
 def pretraining(run: Run) -> str:
     """What the losses did, the switches, and what the run has cost."""
     charts = [_chart(run, *axis) for axis in _AXES]
-    return f'<div class="grid-3">{"".join(charts)}</div>{_switches(run)}{_bill(run)}'
+    return (
+        f'<div class="grid-3">{"".join(charts)}</div>{_switches(run)}{_decisions(run)}{_bill(run)}'
+    )
 
 
 def _chart(run: Run, axis: str, words: str, unit: str) -> str:
@@ -91,11 +96,8 @@ def _power(largest: float) -> int:
 def _switches(run: Run) -> str:
     rows = []
     for step, values in sorted(run.metrics.items()):
-        if "switch/drop" in values:
-            cells = "".join(
-                f'<td class="num">{f"{values[name]:.4f}" if name in values else "–"}</td>'
-                for name, _ in _SWITCH
-            )
+        if "switch/stage" in values:
+            cells = "".join(f'<td class="num">{_cell(values, name)}</td>' for name, _ in _SWITCH)
             rows.append(f'<tr><td class="num">{step}</td>{cells}</tr>')
     if not rows:
         return ""
@@ -109,6 +111,49 @@ def _switches(run: Run) -> str:
     )
 
 
+def _cell(values: dict[str, float], name: str) -> str:
+    if name not in values:
+        return "–"
+    return f"{values[name]:.4f}" if "loss" in name or "drop" in name else f"{values[name]:g}"
+
+
+def _decisions(run: Run) -> str:
+    """What an adaptive schedule decided, and its stages as settings."""
+    if run.growth is None:
+        return ""
+    rows = []
+    for decision in run.growth["decisions"]:
+        slopes = [f"{each['slope']:.3g} at {_rates(each['rates'])}" for each in decision["slopes"]]
+        own = decision["own_slope"]
+        rows.append(
+            f'<tr><td class="num">{decision["step"]}</td><td>{decision["reason"]}</td>'
+            f"<td>{_rates(decision['rates'])}</td><td>{_rates(decision['new_rates'])}</td>"
+            f'<td class="num">{"–" if own is None else f"{own:.3g}"}</td>'
+            f"<td>{', '.join(slopes) or '–'}</td></tr>"
+        )
+    heads = "<th>why</th><th>from</th><th>to</th><th>own slope</th><th>larger ones' slopes</th>"
+    return (
+        '<h3>Decisions about growth</h3><div class="table"><table><tr><th class="num">step</th>'
+        f"{heads}</tr>{''.join(rows)}</table></div>"
+        '<p class="small muted">Rates of layers, heads and neurons. Slopes are falls of the '
+        "held-out loss in nats per token and operation. The same stages as settings:</p>"
+        f"<pre>{_stages(run.growth)}</pre>"
+    )
+
+
+def _rates(values: Sequence[float]) -> str:
+    return " / ".join(f"{value:g}" for value in values)
+
+
+def _stages(growth: dict[str, Any]) -> str:
+    """The stages, ready to be pasted under `evolve`; shares round to the same steps."""
+    lines = ["stages:"]
+    for stage in growth["stages"]:
+        rates = ", ".join(f"{axis}: {stage[axis]!r}" for axis in ("layers", "heads", "neurons"))
+        lines.append(f"  - {{start: {stage['step'] / growth['steps']!r}, {rates}}}")
+    return "\n".join(lines)
+
+
 def _bill(run: Run) -> str:
     last = _last(run)
     hours = last["pretrain/train_s"] / 3600 * last.get("pretrain/processes", 1.0)
@@ -118,6 +163,9 @@ def _bill(run: Run) -> str:
         ("Device-hours", f"{hours:.3f}, evaluation left out"),
         *_energy(run, hours),
     ]
+    if "pretrain/probe_flops" in last:
+        probes = f"{last['pretrain/probe_flops']:.3e} FLOP in {last['pretrain/probe_s']:,.0f} s"
+        facts.append(("Of this, deciding when to grow", probes))
     rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in facts)
     return f'<h3>What it cost</h3><div class="table"><table>{rows}</table></div>'
 
