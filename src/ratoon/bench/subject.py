@@ -28,7 +28,7 @@ from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import check_invariance
 from ratoon.speculation.strategy import PLAIN, Strategy, StrategyTable
 
-MAX_LENGTH = 384
+MAX_LENGTH = 448
 MAX_TOKENS = 288
 NUM_PROMPTS = 512
 # Tokens of each row that one round of an arm decodes.
