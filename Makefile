@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: setup check test quickstart quickstart-tiny clean help
 
 help:
-	@echo "make quickstart       the main job on SmolLM2-135M, about 15 minutes on two cores"
+	@echo "make quickstart       the main job on SmolLM2-135M, about 7 minutes on two cores"
 	@echo "make quickstart-tiny  the same on a tiny model trained in place, about 2 minutes"
 	@echo "make test             all tests"
 	@echo "make check            format, lint, types, import rules, spelling"
