@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def make_data(folder: Path) -> None:
 def make_config(data: Path, name: str, *overrides: str, **sections: Any) -> PretrainConfig:
     values = {**VALUES, **sections, "name": name, "output_dir": str(data.parent / "runs")}
     values["data"] = {"path": str(data), "sequence_length": 32}
-    values = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    values = copy.deepcopy(values)
     apply_overrides(PretrainConfig, values, overrides)
     return build_config(PretrainConfig, values)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from pretraining import EVOLVE, make_config, make_data
+from pretraining import EVOLVE, VALUES, make_config, make_data
 
 from ratoon.errors import ConfigError
 from ratoon.loop.pretrain_run import pretrain
@@ -63,15 +63,21 @@ def made(path: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["each holds all", "shards"])
-@pytest.mark.parametrize("evolve", [None, RANDOM], ids=["whole", "random"])
+@pytest.mark.parametrize(
+    ("family", "evolve"),
+    [("llama", None), ("llama", RANDOM), ("gpt2", RANDOM)],
+    ids=["whole", "random", "random with biases"],
+)
 def test_two_processes_learn_what_one_does(
-    tmp_path: Path, evolve: dict[str, Any] | None, shard: bool
+    tmp_path: Path, family: str, evolve: dict[str, Any] | None, shard: bool
 ) -> None:
-    """Equal draws, skipped layers, and gradients that agree to 1e-6."""
+    """Equal draws, skipped layers and their biases, and gradients that agree to 1e-6."""
     data = tmp_path / "data"
     make_data(data)
     # A micro-batch is a draw's unit: both have as many sequences in it, and one a step.
     sections: dict[str, Any] = {} if evolve is None else {"evolve": evolve}
+    shape = VALUES["model"]["shape"] | {"family": family}
+    sections["model"] = VALUES["model"] | {"shape": shape}
     sections |= {"steps": 8, "checkpoint": {"every": 1, "keep": 8}, "log_every": 1}
     sections["evaluation"] = {"every": 4, "sequences": 7}
     alone = sections | {"update": {"batch_tokens": 256, "micro_batch_tokens": 256}}

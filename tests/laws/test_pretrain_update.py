@@ -17,6 +17,7 @@ from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.hf_config import FAMILIES
 from ratoon.models.initialise import new_decoder
 from ratoon.models.packing import PackedBatch
+from ratoon.training import flat_weights
 from ratoon.training.flat_weights import UpdateRule
 from ratoon.training.lm_loss import next_token_loss, token_losses
 from ratoon.training.pretrainer import Draw, Passes, Pretrainer
@@ -239,3 +240,29 @@ def test_the_excess_loss_of_small_deviations_is_the_second_order_one(family: str
     ]
     expected = subnetwork_loss(trainer, sequences(), draws) - trainer.evaluate(sequences())
     assert second_order_excess(trainer, sequences(), draws) == pytest.approx(expected, rel=0.05)
+
+
+# Updates of parts
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_are_updated_where_they_lie_as_if_they_had_been_copied(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of rows that are adjacent, at the ends and in between."""
+    ids, found = sequences(), []
+    shape = Shape(4, 4, 4, 24, neuron_block=4)
+    sampler = RandomSampler(shape, 0)
+    for run_values in (1, 1 << 40):
+        monkeypatch.setattr(flat_weights, "_RUN_VALUES", run_values)
+        trainer = make_trainer(make_decoder(family), shape=shape)
+        for step in range(3):
+
+            def draw(number: int, count: int, at: int = step) -> Subnetwork:
+                return sampler.draw(HALVES, at, number, count)
+
+            trainer.step(ids, 1e-2, draw)
+        found.append({kind: dict(each) for kind, each in trainer.weights.tensors().items()})
+    for kind, values in found[0].items():
+        for name, value in values.items():
+            torch.testing.assert_close(value, found[1][kind][name], rtol=1e-12, atol=1e-15)

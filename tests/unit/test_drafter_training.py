@@ -11,11 +11,12 @@ from drafter_toy import OPTIONS, Toy, ignore, steps_of
 from torch import Tensor, nn
 
 from ratoon.drafter.checkpoint import apply_weights, weights_checksum
-from ratoon.drafter.flat_adamw import FlatAdamW, has_compiler
+from ratoon.drafter.flat_adamw import FlatAdamW
 from ratoon.drafter.losses import ROWS, TV
 from ratoon.drafter.spot_trainer import SpotTrainer
 from ratoon.drafter.trainer import DrafterTrainer
 from ratoon.errors import ConfigError, NumericsError
+from ratoon.models.compiling import has_compiler
 
 
 def held_out_acceptance(toy: Toy, trainer: DrafterTrainer) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 from ratoon.bench.intervals import median_interval
 from ratoon.bench.timing import worker_process
 from ratoon.drafter.data_buffer import DataBuffer, Sample
-from ratoon.drafter.flat_adamw import has_compiler
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.spot_trainer import SpotSession, SpotTrainer
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
+from ratoon.models.compiling import has_compiler
 from ratoon.models.decoder import DecoderConfig, apply_rope
 from ratoon.observe.provenance import provenance
 

@@ -8,7 +8,7 @@ directory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,8 +67,12 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source} is not valid YAML: {error}") from None
 
 
-def load_config(kind: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
+def load_config(
+    kind: type[S], path: Path, overrides: Sequence[str] = (), *, may_miss: Collection[str] = ()
+) -> S:
     """Read `path`, apply `overrides`, validate, and check that all named files exist.
+
+    Files and folders that the keys `may_miss` name need not exist.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown key, wrong type or range, contradiction.
@@ -81,7 +85,7 @@ def load_config(kind: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
         raise ConfigError(f"{path} must hold `key: value` lines, but holds {found}")
     apply_overrides(kind, values, overrides)
     config = build_config(kind, values, source=str(path))
-    check_files(config)
+    check_files(config, may_miss)
     return config
 
 
@@ -150,8 +154,8 @@ def _item(items: list[Any], part: str, key: str) -> Any:
     return items[int(part)]
 
 
-def check_files(config: Settings) -> None:
-    """Check every path that must exist.
+def check_files(config: Settings, may_miss: Collection[str] = ()) -> None:
+    """Check every path that must exist, but for those of the keys `may_miss`.
 
     Raises:
         ConfigError: naming the key, the path and what to do.
@@ -159,7 +163,7 @@ def check_files(config: Settings) -> None:
     problems = [
         f"`{key}` = {str(path)!r} {problem}"
         for key, path, rule in _paths(config, "")
-        if (problem := rule.problem(path))
+        if (problem := rule.problem(path)) and not (key in may_miss and not path.exists())
     ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -10,14 +10,13 @@ Shape letters: P trainable numbers.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ratoon.errors import ConfigError
+from ratoon.models.compiling import has_compiler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -138,11 +137,6 @@ class FlatAdamW:
         if part.dtype == self._master.dtype:
             return part
         return self._scratch[: len(part)].copy_(part)
-
-
-def has_compiler() -> bool:
-    """Whether torch.compile finds a C++ compiler for loops on the CPU."""
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def _sum_of_squares(gradient: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial
 
 from ratoon.est.subnetwork import LayerPart, Shape, Subnetwork
 from ratoon.models.decoder import Block, BlockWeights, Decoder
@@ -70,7 +71,7 @@ class _Run:
         skipped: list[Tensor] = []
         for block, selection in zip(self.blocks, self.selections, strict=True):
             if selection is None:
-                skipped += self._skipped_biases(block)
+                skipped += self._skipped_biases(block, x.dtype)
                 continue
             x = self._layer(block, selection, _with_biases(x, skipped), rope, self.batch)
             skipped = []
@@ -98,8 +99,10 @@ class _Run:
                 outputs = self._layer(block, selection, torch.cat(inputs), turned, part)
                 for place, output in zip(chosen, outputs.split(part.lengths), strict=True):
                     pieces[place], skipped[place] = output, []
-            for place in set(everyone).difference(chosen):
-                skipped[place] = skipped[place] + self._skipped_biases(block)
+            if len(chosen) < len(everyone):
+                biases = self._skipped_biases(block, x.dtype)
+                for place in set(everyone).difference(chosen):
+                    skipped[place] = skipped[place] + biases
         return torch.cat([_with_biases(*both) for both in zip(pieces, skipped, strict=True)])
 
     def _some(self, chosen: tuple[int, ...]) -> PackedBatch:
@@ -134,12 +137,13 @@ class _Run:
             self._plans[key] = plan_documents(batch, *key[:2])
         return self._plans[key]
 
-    def _skipped_biases(self, block: Block) -> list[Tensor]:
+    def _skipped_biases(self, block: Block, dtype: torch.dtype) -> list[Tensor]:
         """What a token that skips a layer still gets of it."""
         if not self.subnetwork.adds_skipped_biases:
             return []
         weights = block.weights()
-        return [bias for bias in (weights.out_bias, weights.down_bias) if bias is not None]
+        biases = [bias for bias in (weights.out_bias, weights.down_bias) if bias is not None]
+        return [_unsharded(bias, dtype) for bias in biases]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +287,30 @@ class _Take(torch.autograd.Function):
 def _in_units(x: Tensor, dim: int, size: int) -> Tensor:
     """A view with `dim` split into `[U, size]`."""
     return cast(Tensor, x.unflatten(dim, (-1, size)))
+
+
+def _unsharded(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A whole bias in `dtype` of one that FSDP2 shards, whose layer is not called; else itself."""
+    if not isinstance(bias, DTensor):
+        return bias
+    return cast(Tensor, _Unsharded.apply(bias, dtype))  # type: ignore[no-untyped-call]
+
+
+class _Unsharded(torch.autograd.Function):
+    """Gathers; backward takes the mean over workers, as FSDP2 does."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: DTensor, dtype: torch.dtype) -> Tensor:
+        ctx.bias = bias
+        return bias.full_tensor().to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        bias: DTensor = ctx.bias
+        mean = grad.to(bias.dtype) / bias.device_mesh.size()
+        total = DTensor.from_local(mean, bias.device_mesh, [Partial()], run_check=False)
+        return total.redistribute(placements=bias.placements), None
 
 
 def _with_biases(x: Tensor, biases: Sequence[Tensor]) -> Tensor:

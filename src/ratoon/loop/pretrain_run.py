@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from ratoon.config.pretrain import PretrainConfig
-from ratoon.errors import ConfigError
 from ratoon.est.adaptive import AdaptiveSchedule
 from ratoon.est.schedule import Stage
 from ratoon.est.subnetwork import Rates, Subnetwork
@@ -28,6 +27,7 @@ from ratoon.loop.pretrain_setup import (
     learning_rate,
     make_decoder,
     open_data,
+    share_out,
     update_rule,
 )
 from ratoon.loop.switches import switch_losses, switch_metrics
@@ -35,9 +35,9 @@ from ratoon.models.decoder import Decoder
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
 from ratoon.training.data_parallel import DataParallel
-from ratoon.training.flat_weights import require_finite
 from ratoon.training.pretrainer import Ids, Passes, Pretrainer, StepResult
 from ratoon.training.torchrun import torchrun_workers
+from ratoon.training.update_checks import require_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +101,13 @@ class _Run:
     ) -> None:
         self.config, self.folder, self.observer, self.workers = config, folder, observer, workers
         length, update = config.data.sequence_length, config.update
-        self.batch = update.batch_tokens // length
-        if self.batch % workers.size:
-            raise ConfigError(
-                f"update.batch_tokens = {update.batch_tokens} is {self.batch} sequences, which "
-                f"{workers.size} processes cannot share out; give a multiple of "
-                f"{workers.size * length}"
-            )
-        self.share = self.batch // workers.size
+        self.batch, self.share = share_out(config, workers.size)
         self.data = open_data(config)
         self.model = model = decoder_config(config, self.data.train.header)
         passes = Passes(
-            min(update.micro_batch_tokens // length, self.share), update.activation_checkpointing
+            min(update.micro_batch_tokens // length, self.share),
+            update.activation_checkpointing,
+            update.compile,
         )
         self.evolution = evolution(config, model, passes.micro_batch)
         self.lr = learning_rate(config)

@@ -51,6 +51,18 @@ def open_data(config: PretrainConfig) -> Data:
     return Data(train, held_out, SequenceOrder(len(train), config.seed))
 
 
+def share_out(config: PretrainConfig, processes: int) -> tuple[int, int]:
+    """Sequences of a step, and of each process's part. Raises: ConfigError if parts differ."""
+    length, tokens = config.data.sequence_length, config.update.batch_tokens
+    batch = tokens // length
+    if batch % processes:
+        raise ConfigError(
+            f"update.batch_tokens = {tokens} is {batch} sequences, which {processes} processes "
+            f"cannot share out; give a multiple of {processes * length}"
+        )
+    return batch, batch // processes
+
+
 def decoder_config(config: PretrainConfig, header: TokenHeader) -> DecoderConfig:
     """The configured model's shape.
 
@@ -154,13 +166,6 @@ def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) ->
         shape = Shape.of(model)
         whole = StagedSchedule.of([StagePart(0.0, Rates())], config.steps)
         return Evolution(shape, whole, NestedSampler(shape))
-    has_biases = model.out_bias or model.mlp_bias
-    if config.update.shard and evolve.method == "random" and has_biases:
-        raise ConfigError(
-            f"update.shard = true with random subnetworks of a {model.family} model: skipped "
-            "layers still add their output biases, which are not whole then; choose update.shard = "
-            "false, method nested, or a family without biases"
-        )
     shape = Shape.of(model, neuron_block=evolve.neuron_block, head_unit=evolve.head_unit)
     sampler = _sampler(evolve, shape, config.seed)
     new_layers: NewLayers = evolve.new_layers if evolve.method == "nested" else "as_they_are"

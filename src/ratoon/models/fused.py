@@ -39,8 +39,11 @@ _VECTOR_VALUES = 64
 
 
 def block_rows(x: Tensor) -> int:
-    """Rows of `x [T, D]` to treat at once: a cache-sized block on a CPU, all of them elsewhere."""
-    if x.device.type != "cpu":
+    """Rows of `x [T, D]` to treat at once: a cache-sized block on a CPU, all of them elsewhere.
+
+    A compiler makes loops of its own, and would make a copy of its code for each block.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return max(1, x.shape[0])
     return max(_BLOCK_ROWS, _BLOCK_VALUES // x.shape[1])
 
@@ -53,7 +56,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def transposed(x: Tensor) -> Tensor:
     """A contiguous copy `[N, T]` of `x [T, N]`, block by block: twice as fast as in one go."""
     out = x.new_empty(x.shape[1], x.shape[0])
-    size = _BLOCK_ROWS if x.device.type == "cpu" else max(1, x.shape[0])
+    whole = x.device.type != "cpu" or torch.compiler.is_compiling()
+    size = max(1, x.shape[0]) if whole else _BLOCK_ROWS
     for source, target in zip(x.split(size), out.split(size, dim=1), strict=True):
         target.copy_(source.t())
     return out
@@ -238,8 +242,16 @@ class _SwiGLULinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         gate_up, weight, bias = ctx.saved_tensors
-        size = block_rows(gate_up)
         grad_hidden = grad @ weight
+        if torch.compiler.is_compiling():
+            # It traces no results in parts of a tensor.
+            gate, up = gate_up.chunk(2, dim=-1)
+            active, grad_active = F.silu(gate), grad_hidden * up
+            grad_gate = torch.ops.aten.silu_backward(grad_active, gate)
+            grad_gate_up = torch.cat([grad_gate, active * grad_hidden], dim=-1)
+            grad_weight = _weight_grad(grad, active * up, weight)
+            return grad_gate_up, grad_weight, _bias_grad(grad, bias)
+        size = block_rows(gate_up)
         grad_gate_up = torch.empty_like(gate_up)
         for block, hidden, target in zip(
             gate_up.split(size), grad_hidden.split(size), grad_gate_up.split(size), strict=True

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +19,16 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ratoon.errors import CapabilityError, CheckpointError, NumericsError
 from ratoon.models.decoder import Decoder
 from ratoon.training.data_parallel import DataParallel
+from ratoon.training.update_checks import require_finite, require_muon, require_same
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 # Norms are taken piece by piece, so that float32 sums stay short.
 _NORM_PIECE = 1 << 20
+# Rows that lie side by side are updated there if they hold so many values; shorter runs are faster
+# as one copy than one by one.
+_RUN_VALUES = 4096
 # Newton-Schulz coefficients and steps of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
@@ -34,10 +36,14 @@ _NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows (`dim` 0) or columns (`dim` 1) of a parameter that took part in a step."""
+    """Rows (`dim` 0) or columns (`dim` 1) of a parameter that took part in a step.
+
+    `runs` are the same indices as spans from a first to before a last one.
+    """
 
     dim: int
     indices: Tensor
+    runs: tuple[tuple[int, int], ...]
 
 
 # What took part in a step: names of parameters, each with its part or None for all of it.
@@ -250,6 +256,11 @@ class FlatWeights:
     ) -> None:
         for name, part in parts.items():
             views = [self._views[kind][name] for kind in ("master", "grad", *KINDS[1:])]
+            if self._updates_in_place(name, part):
+                runs = [[view[low:high] for low, high in part.runs] for view in views]
+                decays = name in self._decays
+                adamw_step(self.rule, runs, self.counts[name], lr, decays, norm, too_long)
+                continue
             packed = [view.index_select(part.dim, part.indices) for view in views]
             if name in self._muon:
                 bounds = torch.tensor([0, *self._segments(name)]).cumsum(0).tolist()
@@ -269,6 +280,13 @@ class FlatWeights:
                 )
             for view, value in zip((views[0], *views[2:]), (packed[0], *packed[2:]), strict=True):
                 view.index_copy_(part.dim, part.indices, value)
+
+    def _updates_in_place(self, name: str, part: Part) -> bool:
+        """Whether AdamW takes the part's rows where they lie, and not copies of them."""
+        if part.dim != 0 or name in self._muon:
+            return False
+        per_row = self._shapes[name].numel() // self._shapes[name][0]
+        return part.indices.numel() * per_row >= _RUN_VALUES * len(part.runs)
 
     def _segments(self, name: str) -> list[int]:
         """Rows of the matrices stored on top of each other, which Muon takes one by one."""
@@ -352,44 +370,3 @@ def adamw_step(
         eps=rule.eps,
         maximize=False,
     )
-
-
-def require_finite(norm: float) -> None:
-    """Raise NumericsError if a gradient norm is not finite."""
-    if not math.isfinite(norm):
-        raise NumericsError(
-            f"the gradient norm is {norm}; it must be finite. Weights are unchanged. Lower the "
-            "learning rate, or look for broken weights."
-        )
-
-
-def require_same(
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
-    stored: Mapping[str, Mapping[str, Tensor]],
-    counts: Mapping[str, int],
-    stored_counts: Mapping[str, int],
-) -> None:
-    """Raise CheckpointError unless `stored` has tensors of exactly these shapes."""
-    found = {
-        (kind, name, tuple(value.shape))
-        for kind, views in stored.items()
-        for name, value in views.items()
-    }
-    expected = {
-        (kind, name, shape) for kind, views in shapes.items() for name, shape in views.items()
-    }
-    if expected != found or counts.keys() != stored_counts.keys():
-        wrong = sorted(expected ^ found)[:4]
-        raise CheckpointError(
-            f"the trainer's state is of another model: {wrong} are on one side only; give the "
-            "checkpoint of the configured model"
-        )
-
-
-def require_muon() -> None:
-    """Raise CapabilityError if this torch has no Muon."""
-    if not hasattr(torch.optim, "Muon"):
-        raise CapabilityError(
-            f"optimizer.kind = muon needs torch 2.9 or later, but torch is {torch.__version__}; "
-            "upgrade torch or choose adamw"
-        )

@@ -21,6 +21,7 @@ from torch import Tensor
 from ratoon.est.adapters import decoder_layout
 from ratoon.est.sliced_forward import hidden_states
 from ratoon.est.subnetwork import Shape, Subnetwork
+from ratoon.models.compiling import compile_layers
 from ratoon.models.decoder import Decoder
 from ratoon.models.packing import PackedBatch
 from ratoon.training.data_parallel import DataParallel
@@ -46,11 +47,12 @@ class Passes:
     """How forward and backward passes are made; changes memory and speed only.
 
     `micro_batch` sequences go through the model at a time. With `recompute` layers keep their
-    inputs only.
+    inputs only. With `compiled` they are compiled, and evaluation takes whole micro-batches.
     """
 
     micro_batch: int
     recompute: bool = False
+    compiled: bool = False
 
 
 class Pretrainer:
@@ -88,6 +90,8 @@ class Pretrainer:
             if compute_dtype != decoder.head_weight.dtype:
                 self.compute = copy.deepcopy(decoder).to(compute_dtype)
             self.weights = FlatWeights(decoder, self.compute, rule, self.workers)
+        if passes.compiled:
+            compile_layers(self.compute, "update.compile = true")
         self._full = Subnetwork.full(self.shape)
         self._positions: dict[tuple[int, int], Tensor] = {}
 
@@ -129,6 +133,7 @@ class Pretrainer:
         that one's.
         """
         model = self.compute if decoder is None else decoder
+        length = sequences.shape[1] - 1
         # As many passes on each worker: where weights are sharded, all gather them together.
         per_worker = -(-len(sequences) // self.workers.size)
         first = self.workers.rank * per_worker
@@ -136,12 +141,14 @@ class Pretrainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for start in range(0, per_worker, self.passes.micro_batch):
             piece = mine[start : start + self.passes.micro_batch]
-            batch, targets = self._packed(piece if len(piece) else sequences[:1])
+            # What is compiled takes whole micro-batches.
+            missing = self.passes.micro_batch - len(piece) if self.passes.compiled else 0
+            fill = np.repeat(sequences[:1], max(missing, 1 - len(piece)), axis=0)
+            batch, targets = self._packed(np.concatenate([piece, fill]))
             hidden = hidden_states(model, batch, subnetwork or self._full)
             losses = token_losses(hidden, model.head_weight, targets)
-            if len(piece):
-                total += losses.sum(dtype=torch.float64)
-        num_tokens = len(sequences) * (sequences.shape[1] - 1)
+            total += losses[: len(piece) * length].sum(dtype=torch.float64)
+        num_tokens = len(sequences) * length
         mean: float = self.workers.sum_(total).item() / num_tokens
         return mean
 

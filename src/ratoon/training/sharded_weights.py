@@ -26,9 +26,8 @@ from ratoon.training.flat_weights import (
     Touched,
     UpdateRule,
     adamw_step,
-    require_finite,
-    require_same,
 )
+from ratoon.training.update_checks import require_finite, require_same
 
 
 class ShardedWeights:
@@ -204,4 +203,4 @@ class ShardedWeights:
             return part
         rows = self._rows(name)
         mine = part.indices[(part.indices >= rows.start) & (part.indices < rows.stop)]
-        return Part(0, mine - rows.start)
+        return Part(0, mine - rows.start, ())

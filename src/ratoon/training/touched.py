@@ -64,7 +64,9 @@ def _entries(
         for piece in slices
     ]
     entries = np.unique(np.concatenate([place.ravel() for place in places]))
-    return Part(slices[0].dim, torch.from_numpy(entries).to(device))
+    breaks = np.flatnonzero(np.diff(entries) > 1) + 1
+    runs = tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(entries, breaks))
+    return Part(slices[0].dim, torch.from_numpy(entries).to(device), runs)
 
 
 def _chosen(part: LayerPart) -> dict[str, tuple[int, ...] | None]:
