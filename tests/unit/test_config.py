@@ -93,6 +93,7 @@ def test_switching_a_feature_off_drops_what_the_file_says_about_it(tmp_path: Pat
         ("algorithm.kl_estimator=k1", ["kl_estimator", "no effect", "kl_coef"]),
         ("algorithm.minibatches=9", ["minibatches = 9", "prompts_per_step"]),
         ("spot={enabled: false, buffer_tokens: 2048}", ["spot.buffer_tokens", "no effect"]),
+        ("spot={share: 0.5, deterministic_steps: 4}", ["spot.share", "deterministic_steps"]),
         ("speculation={enabled: false, depth: 3}", ["speculation.depth", "no effect"]),
         ("speculation.budget=3", ["budget = 3", "depth = 4"]),
         (

@@ -6,6 +6,7 @@ constant live batch; the other waits or trains the drafter, by turns in interlea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from ratoon.bench.drafter import spot_session
 from ratoon.bench.intervals import median_interval
 from ratoon.bench.subject import Subject, decode, load_subject
 from ratoon.bench.timing import interleaved, ratio_interval, worker_environment, worker_process
+from ratoon.config.speculation import Spot
 from ratoon.drafter.trainer import TrainerOptions
 from ratoon.observe.provenance import provenance
 
@@ -27,21 +29,29 @@ BAR = 0.03
 
 
 def run(
-    model: Path, *, drafter: Path | None = None, rounds: int = 9, seed: int = 0
+    model: Path,
+    *,
+    drafter: Path | None = None,
+    share: float | None = None,
+    rounds: int = 9,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Measure in interleaved rounds; JSON values. About three minutes for nine rounds.
 
+    The neighbour trains for `share` of its time, by default as the configuration has it.
     `slowdown` is the share of speed lost beside a training neighbour against the mean of two
     measurements beside a waiting one, with a bootstrap interval; `between_waiting` is the same
     between those two: how much the machine itself moves. The bar is met by the upper end.
 
     Raises: CheckpointError if model or drafter cannot be read.
     """
-    with _neighbour(seed) as neighbour, worker_process() as process:
+    share = Spot().share if share is None else share
+    with _neighbour(share, seed) as neighbour, worker_process() as process:
         rows = _rows(process.submit(_measure, model, drafter, rounds, neighbour).result())
     return {
         "benchmark": "neighbour",
         "model": model.name,
+        "share": share,
         "rows": rows,
         "bars_met": {f"slowdown <= {BAR}": max(row["high"] for row in rows) <= BAR},
         "provenance": provenance(seed),
@@ -97,11 +107,11 @@ def _rows(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _neighbour(seed: int) -> Iterator[Connection]:
+def _neighbour(share: float, seed: int) -> Iterator[Connection]:
     """A process that trains a drafter when told to."""
     with worker_environment() as context:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_train_on_demand, args=(theirs, seed), daemon=True)
+        process = context.Process(target=_train_on_demand, args=(theirs, share, seed), daemon=True)
         process.start()
     try:
         yield ours
@@ -110,14 +120,17 @@ def _neighbour(seed: int) -> Iterator[Connection]:
         process.join()
 
 
-def _train_on_demand(orders: Connection, seed: int) -> None:
+def _train_on_demand(orders: Connection, share: float, seed: int) -> None:
     torch.set_num_threads(1)
     session = spot_session(TrainerOptions(), seed)
     while True:
         if orders.recv() == "train":
             session.run_once()
             orders.send("training")
-            while not orders.poll():
+            rest = 0.0
+            while not orders.poll(rest):
+                started = time.monotonic()
                 session.run_once()
+                rest = (time.monotonic() - started) * (1.0 / share - 1.0)
         else:
             orders.send("waiting")

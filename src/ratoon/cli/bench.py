@@ -52,12 +52,18 @@ def train_drafter(rounds: Rounds = 9, as_json: AsJson = False) -> None:
 
 @app.command("neighbour")
 def neighbour(
-    model: Model = _MODEL, drafter: Drafter = None, rounds: Rounds = 9, as_json: AsJson = False
+    model: Model = _MODEL,
+    drafter: Drafter = None,
+    share: Annotated[
+        float | None, typer.Option(help="Share of its time that the neighbour trains.")
+    ] = None,
+    rounds: Rounds = 9,
+    as_json: AsJson = False,
 ) -> None:
     """Decoding beside drafter training on the next core: the share of speed lost."""
     from ratoon.bench.neighbour import run
 
-    _show(lambda: run(model, drafter=drafter, rounds=rounds), as_json)
+    _show(lambda: run(model, drafter=drafter, share=share, rounds=rounds), as_json)
 
 
 @app.command("est")

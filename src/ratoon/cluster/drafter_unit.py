@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
 from ratoon.errors import StaleVersionError
 from ratoon.models.decoder import Decoder
 from ratoon.rollout.native.engine import Finished
+
+_NOTHING_TO_DO_S = 0.05
 
 
 class DrafterUnit:
@@ -57,6 +60,8 @@ class DrafterUnit:
             version=version,
         )
         self._session: SpotSession | None = None
+        self._rested_s = 0.0
+        self._rest_per_work = 1.0 / spec.spot.share - 1.0
         self._served_version = version
 
     @property
@@ -96,11 +101,23 @@ class DrafterUnit:
         self.exchange.load_training(self.trainer)
         self._spot.adopt(version)
         self._session = self._spot.start(lambda: False)
+        self._rested_s = 0.0
 
     def run_once(self) -> bool:
         """One piece of training; false if there is nothing to do."""
         assert self._session is not None
         return self._session.run_once()
+
+    def run_and_rest(self, wait: Callable[[float], object]) -> None:
+        """One piece of training, then a rest in proportion; `wait(seconds)` may return early."""
+        started = time.monotonic()
+        if not self.run_once():
+            # All that the buffer holds has been drawn: wait for news instead of spinning.
+            wait(_NOTHING_TO_DO_S)
+            return
+        worked = time.monotonic()
+        wait((worked - started) * self._rest_per_work)
+        self._rested_s += time.monotonic() - worked
 
     def stop(self, ended_s: Callable[[], float]) -> SpotResult:
         """End the session, publish what nobody has got yet, and leave the state for others."""
@@ -120,6 +137,7 @@ class DrafterUnit:
             loss=last.loss if last else None,
             acceptance=last.acceptance if last else (),
             ended_s=ended,
+            rested_s=self._rested_s,
         )
 
     def take(self, message: TakeDrafter) -> None:

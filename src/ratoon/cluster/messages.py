@@ -72,7 +72,8 @@ class SpotResult:
     """What one session of drafter training did; the answer to `stop_spot`.
 
     `ended_s` is when the session ended, on the machine's monotonic clock. `acceptance` is the mean
-    share of drawn drafts that would be accepted, by unroll depth.
+    share of drawn drafts that would be accepted, by unroll depth. `rested_s` is the time that it
+    left to others between pieces of work.
     """
 
     tokens: int
@@ -81,6 +82,7 @@ class SpotResult:
     loss: float | None
     acceptance: tuple[float, ...]
     ended_s: float
+    rested_s: float
 
 
 @dataclass(frozen=True, slots=True)

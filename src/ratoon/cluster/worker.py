@@ -84,9 +84,7 @@ class Worker:
             self._decode_once(self._rollout)
             return
         assert self._drafter is not None
-        if not self._drafter.run_once():
-            # All that the buffer holds has been drawn: wait for news instead of spinning.
-            self._connection.poll(0.05)
+        self._drafter.run_and_rest(self._connection.poll)
 
     def _decode_once(self, rollout: RolloutUnit) -> None:
         engine = rollout.engine

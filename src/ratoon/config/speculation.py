@@ -111,6 +111,13 @@ class Spot(Settings):
     publish_every_steps: int = Field(
         8, ge=1, description="Send new weights to those still decoding. Drafter optimizer steps."
     )
+    share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of a waiting worker's time that trains. Pauses leave memory bandwidth "
+        "to those still decoding.",
+    )
     deterministic_steps: int | None = Field(
         None,
         ge=1,
@@ -125,4 +132,8 @@ class Spot(Settings):
     def _check(self) -> Spot:
         if not self.enabled:
             forbid_without_effect("spot", self, "spot.enabled is false", "enabled")
+        require(
+            self.deterministic_steps is None or "share" not in self.changed_keys(),
+            "spot.share would have no effect because spot.deterministic_steps is given; remove one",
+        )
         return self

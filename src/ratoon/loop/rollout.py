@@ -253,11 +253,12 @@ class Rollout:
     ) -> RolloutResult:
         idle = sum(end - max(worker.last_response_s, start) for worker in self._table)
         trained = sum(worker.seconds.get("drafter_training", 0.0) for worker in self._table)
+        rested = sum(result.rested_s for result in self._spot)
         return RolloutResult(
             completions=tuple(self._finished[r.key] for group in groups for r in group),
             seconds=end - start,
             idle_s=idle,
-            filled_s=max(0.0, trained - sum(self._stop_s)),
+            filled_s=max(0.0, trained - rested - sum(self._stop_s)),
             spot=tuple(self._spot),
             stop_s=tuple(self._stop_s),
             publications=self._publications,
