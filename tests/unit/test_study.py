@@ -9,13 +9,19 @@ from ratoon.bench import study, study_arms
 from ratoon.bench.study import Cell, Study, cell_config, load_results, run_cell
 from ratoon.bench.study_arms import ARMS, arm_config
 from ratoon.bench.study_summary import summarise
-from ratoon.bench.study_times import num_steps, seconds_until
+from ratoon.bench.study_times import Times, num_steps, seconds_until
 from ratoon.data.prepare import HELD_OUT, TRAIN
 from ratoon.data.token_file import TokenWriter
 from ratoon.errors import ConfigError
+from ratoon.est.schedule import Stage
+from ratoon.est.subnetwork import Rates
 from ratoon.report.study import render_study
 
-TIMES = {"full": [0.4], "random_staged": [0.16, 0.28, 0.4], "nested_stacked": [0.2, 0.4]}
+TIMES: Times = {
+    "full": [(1, 1, 1, 0.4)],
+    "random_staged": [(0.5, 0.5, 0.5, 0.16), (1, 0.5, 0.5, 0.28), (1, 1, 1, 0.4)],
+    "nested_stacked": [(0.5, 1, 1, 0.2), (1, 1, 1, 0.4)],
+}
 
 
 @pytest.fixture
@@ -60,17 +66,21 @@ def test_every_arm_is_a_valid_configuration_that_ends_with_its_whole_model(
     config = arm_config(
         arm, data, steps=1000, lr=1e-3, seed=0, name="x", output_dir=tmp_path / "runs"
     )
-    if config.evolve is not None:
+    if config.evolve is not None and config.evolve.adaptive is None:
         assert config.evolve.stages[-1].rates == (1.0, 1.0, 1.0)
 
 
 def test_arms_of_one_budget_take_the_same_seconds(data: Path, tmp_path: Path) -> None:
-    for arm, seconds in TIMES.items():
+    for arm, times in TIMES.items():
         draft = arm_config(arm, data, steps=1000, lr=1e-3, seed=0, name="x", output_dir=tmp_path)
-        steps = num_steps(draft, seconds, 400.0)
-        config = draft.model_copy(update={"steps": steps})
-        assert seconds_until(config, seconds, steps) == pytest.approx(400.0, rel=0.01)
-        assert seconds_until(config, seconds, 0) == 0.0
+        steps = num_steps(draft, times, 400.0)
+        starts = [0.0] if draft.evolve is None else [s.start for s in draft.evolve.stages]
+        stages = [
+            Stage(round(start * steps), Rates(*rates))
+            for start, (*rates, _) in zip(starts, times, strict=True)
+        ]
+        assert seconds_until(steps, stages, times) == pytest.approx(400.0, rel=0.01)
+        assert seconds_until(0, stages, times) == 0.0
 
 
 @pytest.mark.usefixtures("small")
@@ -100,7 +110,7 @@ def test_cells_are_stored_compared_and_shown(data: Path, tmp_path: Path) -> None
     plan.results.mkdir()
     for arm in plan.arms:
         cell = Cell(arm, 1.0, 1e-3, 0)
-        run_cell(cell, cell_config(plan, TIMES, cell), TIMES[arm], plan.results)
+        run_cell(cell, cell_config(plan, TIMES, cell), TIMES, plan.results)
     assert not any(plan.work.iterdir())
     record = summarise(load_results(plan.results))
     rows = {row["arm"]: row for row in record["rows"]}
@@ -138,3 +148,16 @@ def test_the_best_rate_is_used_for_the_difference_and_its_error() -> None:
     assert best["against_full"] == pytest.approx(-0.2)
     assert best["stderr"] == pytest.approx(0.1)
     assert record["seconds_to_full_loss"] == {"full": 1.0, "nested_stacked": 0.75}
+
+
+def test_an_arm_that_ends_elsewhere_is_compared_with_the_full_model_there() -> None:
+    def result(arm: str, budget: float, seconds: float, loss: float) -> dict[str, Any]:
+        point = {"step": 1, "tokens": 1, "flops": 1.0, "seconds": seconds, "loss": loss}
+        common = {"lr": 1e-3, "seed": 0, "data": "d", "curve": [point]}
+        return {"arm": arm, "budget": budget, "loss": loss, **common}
+
+    full = [result("full", 0.25, 100.0, 4.0), result("full", 1.0, 400.0, 3.0)]
+    for seconds, expected in ((200.0, 3.5), (800.0, 2.5), (401.0, 3.0)):
+        rows = summarise([*full, result("adaptive", 0.5, seconds, 3.1)])["rows"]
+        row = next(row for row in rows if row["arm"] == "adaptive")
+        assert row["against_full"] == pytest.approx(3.1 - expected)

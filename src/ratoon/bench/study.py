@@ -29,6 +29,7 @@ from ratoon.config.pretrain import PretrainConfig
 from ratoon.data.prepare import TRAIN
 from ratoon.data.token_file import TokenFile
 from ratoon.errors import ConfigError
+from ratoon.est.schedule import Stage
 from ratoon.loop.pretrain_run import pretrain
 from ratoon.observe.observer import Observer
 from ratoon.observe.provenance import provenance
@@ -129,9 +130,12 @@ def _times(study: Study, say: Say) -> Times:
         ):
             arms = list(dict.fromkeys(["full", *missing]))
             found = pool.submit(measure_times, arms, study.data, TIMING_ROUNDS).result()
-        scale = times["full"][0] / found["full"][0] if "full" in times else 1.0
+        scale = times["full"][0][-1] / found["full"][0][-1] if "full" in times else 1.0
         for arm in missing:
-            times[arm] = [scale * seconds for seconds in found[arm]]
+            times[arm] = [
+                (layers, heads, neurons, scale * seconds)
+                for layers, heads, neurons, seconds in found[arm]
+            ]
         path.write_text(json.dumps(times, indent=2) + "\n", encoding="utf-8")
     return times
 
@@ -149,7 +153,7 @@ def _run_cells(
             missing.append((cell, config))
     with worker_environment() as context, ProcessPoolExecutor(processes, context) as pool:
         futures: dict[Future[dict[str, Any]], Cell] = {
-            pool.submit(run_cell, cell, config, times[cell.arm], study.results): cell
+            pool.submit(run_cell, cell, config, times, study.results): cell
             for cell, config in missing
         }
         for count, future in enumerate(as_completed(futures), start=1):
@@ -164,7 +168,7 @@ def _run_cells(
 
 def cell_config(study: Study, times: Times, cell: Cell) -> PretrainConfig:
     """The configuration of a cell; its name tells the cell and holds a hash of all the rest."""
-    seconds = cell.budget * study.tokens / BATCH_TOKENS * times["full"][0]
+    seconds = cell.budget * study.tokens / BATCH_TOKENS * times["full"][0][-1]
 
     def make(steps: int, name: str) -> PretrainConfig:
         return arm_config(
@@ -184,9 +188,7 @@ def cell_config(study: Study, times: Times, cell: Cell) -> PretrainConfig:
     return make(steps, f"cell-{cell.arm}-{cell.budget:g}-{cell.lr:g}-{cell.seed}-{digest}")
 
 
-def run_cell(
-    cell: Cell, config: PretrainConfig, seconds_by_stage: Sequence[float], results: Path
-) -> dict[str, Any]:
+def run_cell(cell: Cell, config: PretrainConfig, times: Times, results: Path) -> dict[str, Any]:
     """Train one cell to its end, from its last checkpoint if it has one, and store its result."""
     torch.set_num_threads(1)
     path, text = config.output_dir / config.name, resolved_yaml(config)
@@ -196,8 +198,8 @@ def run_cell(
         else RunFolder.create(path, config_yaml=text, provenance=provenance(config.seed))
     )
     with Observer(folder) as observer:
-        pretrain(config, folder, observer)
-    curve = _curve(config, folder, seconds_by_stage)
+        run = pretrain(config, folder, observer)
+    curve = _curve(folder, run.stages, times[cell.arm], times["full"][0][-1])
     result = {
         "arm": cell.arm,
         "budget": cell.budget,
@@ -205,6 +207,7 @@ def run_cell(
         "seed": cell.seed,
         "steps": config.steps,
         "data": TokenFile(config.data.path / TRAIN, 1).header.sha256,
+        "stages": [[stage.start, *stage.rates.values] for stage in run.stages],
         "loss": curve[-1]["loss"],
         "curve": curve,
         "provenance": provenance(config.seed),
@@ -217,19 +220,28 @@ def run_cell(
 
 
 def _curve(
-    config: PretrainConfig, folder: RunFolder, seconds_by_stage: Sequence[float]
+    folder: RunFolder,
+    stages: Sequence[Stage],
+    times: Sequence[tuple[float, float, float, float]],
+    full_step_s: float,
 ) -> list[dict[str, float]]:
-    """Held-out loss of the full model against steps, tokens, operations and seconds."""
+    """Held-out loss of the full model against steps, tokens, operations and seconds.
+
+    A probe's operations take as long as those of full steps.
+    """
     seen: dict[int, dict[str, float]] = {}
     for line in folder.metrics.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         seen.setdefault(record["step"], {}).update(record)
+    end = seen[max(seen)]
+    full_step_flops = end["pretrain/flops"] / (1.0 - end["pretrain/saved_frac"]) / max(seen)
     return [
         {
             "step": step,
             "tokens": record.get("pretrain/tokens", 0),
             "flops": record.get("pretrain/flops", 0.0),
-            "seconds": seconds_until(config, seconds_by_stage, step),
+            "seconds": seconds_until(step, stages, times)
+            + record.get("pretrain/probe_flops", 0.0) / full_step_flops * full_step_s,
             "loss": record["pretrain/eval_loss"],
         }
         for step, record in sorted(seen.items())

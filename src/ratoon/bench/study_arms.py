@@ -72,6 +72,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "random_root_scale": _random(_paper(), **_ROOT_SCALE),
     "random_three_quarters": _random(_paper(0.75)),
     "random_pinned": _random(_paper(2 / 3), pinned_layers=[0, -1]),
+    "adaptive": {
+        "evolve": {
+            "method": "nested",
+            "adaptive": {"layers": 0.5, "heads": 1.0, "neurons": 1.0, "quantum": 1 / 6},
+        }
+    },
     "random_sequences": _random(_DEPTH, depth="sequences"),
     "random_decay": {
         "evolve": {**_random(_paper())["evolve"], "unsampled": "decay"},

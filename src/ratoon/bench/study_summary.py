@@ -10,24 +10,29 @@ from typing import Any
 from ratoon.bench.study import best_rates
 
 Results = Sequence[dict[str, Any]]
+# Of each arm and budget, by seed: seconds and loss at the end.
+Losses = dict[tuple[str, float], dict[int, tuple[float, float]]]
 
 
 def summarise(results: Results) -> dict[str, Any]:
     """One row for each arm and budget at its best learning rate; JSON values.
 
     `against_full` is the mean over seeds of the loss minus that of the full model with the same
-    seconds, seed and so order of tokens, and `stderr` its standard error (None for one seed).
+    seconds, seed and so order of tokens, and `stderr` its standard error (None for one seed). An
+    adaptive arm does not end exactly at its budget: it is compared with the full model's loss
+    between or beyond its budgets, on a line in the logarithm of seconds.
     `rates` has the first seed's loss by learning rate: a best one at the edge was not found.
     `seconds_to_full_loss` is, by arm, the smallest budget whose mean loss is at most that of the
     full model's longest run, as a share of that run's seconds.
     """
     best = best_rates(results)
-    losses: dict[tuple[str, float], dict[int, float]] = {}
+    losses: Losses = {}
     curves: dict[tuple[str, float], list[dict[str, float]]] = {}
     for result in results:
         key = result["arm"], result["budget"]
         if result["lr"] == best.get(key):
-            losses.setdefault(key, {})[result["seed"]] = result["loss"]
+            end = result["curve"][-1]
+            losses.setdefault(key, {})[result["seed"]] = (end["seconds"], result["loss"])
             if result["seed"] == 0:
                 curves[key] = result["curve"]
     rows = [_row(key, best[key], losses, curves[key], results) for key in curves]
@@ -47,21 +52,23 @@ def summarise(results: Results) -> dict[str, Any]:
 def _row(
     key: tuple[str, float],
     lr: float,
-    losses: dict[tuple[str, float], dict[int, float]],
+    losses: Losses,
     curve: Sequence[dict[str, float]],
     results: Results,
 ) -> dict[str, Any]:
     arm, budget = key
-    mine, full = losses[key], losses.get(("full", budget), {})
-    differences = [mine[seed] - full[seed] for seed in sorted(mine.keys() & full.keys())]
+    ends = losses[key]
+    found = [(loss, _full_loss(losses, seed, seconds)) for seed, (seconds, loss) in ends.items()]
+    differences = [loss - full for loss, full in found if full is not None]
+    mine = [loss for _, loss in ends.values()]
     last = curve[-1]
     return {
         "arm": arm,
         "budget": budget,
         "lr": lr,
         "seeds": len(mine),
-        "loss": statistics.fmean(mine.values()),
-        "loss_stderr": _stderr(list(mine.values())),
+        "loss": statistics.fmean(mine),
+        "loss_stderr": _stderr(mine),
         "against_full": statistics.fmean(differences) if differences else None,
         "stderr": _stderr(differences),
         "tokens": last["tokens"],
@@ -79,13 +86,33 @@ def _stderr(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def _reached(losses: dict[tuple[str, float], dict[int, float]]) -> dict[str, float]:
+# Ends that differ by less are at the same seconds: steps are whole.
+_SAME = 0.01
+
+
+def _full_loss(losses: Losses, seed: int, seconds: float) -> float | None:
+    """The full model's loss after so many seconds with this seed; None where that is not known."""
+    points = sorted(
+        ends[seed] for (arm, _), ends in losses.items() if arm == "full" and seed in ends
+    )
+    for other, loss in points:
+        if abs(other / seconds - 1.0) < _SAME:
+            return loss
+    if len(points) < 2:
+        return None
+    above = next((n for n, (other, _) in enumerate(points) if other > seconds), len(points) - 1)
+    (first, start), (second, end) = points[max(0, above - 1)], points[max(1, above)]
+    share = math.log(seconds / first) / math.log(second / first)
+    return start + share * (end - start)
+
+
+def _reached(losses: Losses) -> dict[str, float]:
     longest = max((budget for arm, budget in losses if arm == "full"), default=None)
     if longest is None:
         return {}
-    goal = statistics.fmean(losses["full", longest].values())
+    goal = statistics.fmean(loss for _, loss in losses["full", longest].values())
     reached: dict[str, float] = {}
     for arm, budget in sorted(losses, key=lambda key: -key[1]):
-        if statistics.fmean(losses[arm, budget].values()) <= goal:
+        if statistics.fmean(loss for _, loss in losses[arm, budget].values()) <= goal:
             reached[arm] = budget / longest
     return reached
