@@ -111,6 +111,7 @@ def test_growth_past_the_decay_of_the_learning_rate_is_refused(data: Path) -> No
         (["model.shape.positions=16"], "positions = 16 must be >= data.sequence_length"),
         (["model.shape.family=bert"], "family"),
         (["optimizer.kind=muon", "update.shard=true"], "muon needs whole matrices"),
+        (["update.compile=true", "update.shard=true"], "has not been tried with"),
         (["data.sequence_length=8192", "update.batch_tokens=8192",
           "update.micro_batch_tokens=8192"], "fewer than one sequence"),
     ],

@@ -238,6 +238,10 @@ class PretrainConfig(Settings):
             "optimizer.kind = muon needs whole matrices, which update.shard = true does not keep; "
             "choose adamw, or update.shard = false",
         )
+        require(
+            not (self.update.shard and self.update.compile),
+            "update.compile = true has not been tried with update.shard = true; choose one",
+        )
         shape = self.model.shape
         require(
             shape is None or shape.positions is None or shape.positions >= length,
