@@ -63,7 +63,7 @@ def run_matrix(laboratory: Laboratory) -> dict[str, Any]:
 
 def run_mutations(decoder: Decoder) -> dict[str, Any]:
     """What the start-up check finds without each of the three precautions."""
-    with mock.patch.object(numerics, "round_up_width", lambda length: length):
+    with mock.patch.object(numerics, "attention_width", lambda length, dtype: length):
         unrounded = check_invariance(served(decoder))
     with mock.patch.object(prepacked, "MAX_ROWS", 1 << 20):
         unsplit = check_invariance(served(decoder))

@@ -147,16 +147,18 @@ class World:
 
 
 def make_world(decoder: Decoder, **options: Any) -> World:
-    """In bf16 where its bits hold on this machine, in float64 elsewhere."""
+    """In bf16 or float32 where their bits hold on this machine, in float64 elsewhere."""
     taps = DrafterConfig.for_target(decoder.config, draft_vocab_size=8192, window=48).taps
     positions = options.get("max_length", MAX_LENGTH) + 2 * MAX_NODES
 
     def build(dtype: torch.dtype) -> InferenceModel:
         return InferenceModel(decoder, num_positions=positions, dtype=dtype, taps=taps)
 
-    model = build(torch.bfloat16)
-    exact = check_invariance(model).holds
-    return World(decoder, model if exact else build(torch.float64), exact, **options)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build(dtype)
+        if check_invariance(model).holds:
+            return World(decoder, model, exact=True, **options)
+    return World(decoder, build(torch.float64), exact=False, **options)
 
 
 def run(engine: RolloutEngine, requests: Iterable[Request]) -> list[Finished]:

@@ -1,7 +1,7 @@
 """Law: a row's logits have the same bits whatever else is in the batch, and however it got there.
 
-It holds for bf16 with oneDNN's prepacked operators; elsewhere the start-up check must say that it
-does not, and nothing here is claimed. Models: SmolLM2's shapes with four random layers, a tiny one,
+It holds for bf16 with oneDNN's prepacked operators and for float32 with MKL; elsewhere the start-up
+check must say that it does not, and nothing here is claimed. Models: SmolLM2's shapes with four random layers, a tiny one,
 and SmolLM2 itself where it is at hand. The full matrix is in `benchmarks/numerics_matrix.py`.
 """
 
@@ -78,20 +78,29 @@ def make_tiny_model(dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Infere
     return make_model(**{**sizes, **shape}, dtype=dtype)
 
 
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The types in which bits hold on this machine."""
+    dtype: torch.dtype = getattr(torch, request.param)
+    if dtype == torch.bfloat16 and not prepacking_available():
+        pytest.skip("this CPU has no bf16 kernels with prepacked weights")
+    if dtype == torch.float32 and not check_invariance(make_model(num_layers=1, dtype=dtype)).holds:
+        pytest.skip("float32 products depend on the number of rows here, and the check says so")
+    return dtype
+
+
 @pytest.fixture(scope="module")
-def laboratory() -> Laboratory:
-    return Laboratory(make_model(), (1, 63, 200, 2031), stride=128)
+def laboratory(dtype: torch.dtype) -> Laboratory:
+    return Laboratory(make_model(dtype=dtype), (1, 63, 200, 2031), stride=128)
 
 
-@needs_prepacking
-def test_a_tiny_model_keeps_its_bits_in_the_whole_matrix() -> None:
+def test_a_tiny_model_keeps_its_bits_in_the_whole_matrix(dtype: torch.dtype) -> None:
     contexts = (1, 64, 200)
-    laboratory = Laboratory(make_tiny_model(), contexts)
+    laboratory = Laboratory(make_tiny_model(dtype), contexts)
     assert all(laboratory.keeps_keys(context, chunk) for context in contexts for chunk in CHUNKS)
     assert [case for case in all_cases(contexts) if not laboratory.keeps_logits(case)] == []
 
 
-@needs_prepacking
 def test_large_matrices_keep_their_bits_up_to_2048_tokens(laboratory: Laboratory) -> None:
     cases = [
         case
@@ -102,9 +111,8 @@ def test_large_matrices_keep_their_bits_up_to_2048_tokens(laboratory: Laboratory
     assert [case for case in cases if not laboratory.keeps_logits(case)] == []
 
 
-@needs_prepacking
-def test_smollm2_keeps_its_bits_in_a_pairwise_slice(smollm2: Path) -> None:
-    model = InferenceModel(load_decoder(smollm2), num_positions=2200, dtype=torch.bfloat16)
+def test_smollm2_keeps_its_bits_in_a_pairwise_slice(smollm2: Path, dtype: torch.dtype) -> None:
+    model = InferenceModel(load_decoder(smollm2), num_positions=2200, dtype=dtype)
     short = pairwise(list(all_cases((1, 63, 100))))
     # The longest context in few cases and large portions, or this would take minutes.
     long = [
@@ -118,19 +126,19 @@ def test_smollm2_keeps_its_bits_in_a_pairwise_slice(smollm2: Path) -> None:
         assert laboratory.keeps_logits(case), case
 
 
-@needs_prepacking
-def test_the_start_up_check_passes() -> None:
-    report = check_invariance(make_model(num_layers=2))
+def test_the_start_up_check_passes(dtype: torch.dtype) -> None:
+    report = check_invariance(make_model(num_layers=2, dtype=dtype))
     assert report.holds
     assert report.failures == ()
     assert report.cases > 50
 
 
-@needs_prepacking
-def test_a_key_width_that_is_not_rounded_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(num_layers=2)
+def test_a_key_width_that_is_not_rounded_is_caught(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    model = make_model(num_layers=2, dtype=dtype)
     case = Case(200, 64, 16, 8, "other lengths", "chain")
-    monkeypatch.setattr(numerics, "round_up_width", lambda length: length)
+    monkeypatch.setattr(numerics, "attention_width", lambda length, dtype: length)
     failures = check_invariance(model).failures
     assert any("attention" in failure for failure in failures)
     assert any("batch" in failure for failure in failures)
@@ -152,11 +160,11 @@ def test_more_than_128_rows_in_one_call_are_caught(monkeypatch: pytest.MonkeyPat
     assert report.failures == ("down_proj with 256 rows",)
 
 
-@needs_prepacking
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_start_up_check_passes_for_every_family(family: str) -> None:
+def test_the_start_up_check_passes_for_every_family(family: str, dtype: torch.dtype) -> None:
     kv_heads = 4 if family == "gpt2" else 2
-    assert check_invariance(make_tiny_model(family=family, num_kv_heads=kv_heads)).failures == ()
+    model = make_tiny_model(dtype, family=family, num_kv_heads=kv_heads)
+    assert check_invariance(model).failures == ()
 
 
 @needs_prepacking
@@ -165,12 +173,11 @@ def test_a_bias_does_not_hide_what_it_is_added_to() -> None:
     assert any("qkv_proj" in failure for failure in report.failures)
 
 
-@needs_prepacking
 def test_attention_of_a_single_query_is_computed_as_that_of_several(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """As many key heads as query heads: a decode step has one query for each."""
-    model = make_tiny_model(num_kv_heads=4)
+    model = make_tiny_model(dtype, num_kv_heads=4)
     assert check_invariance(model).holds
     monkeypatch.setattr(numerics, "attend", _attend_singly)
     assert any("attention" in failure for failure in check_invariance(model).failures)
@@ -178,6 +185,7 @@ def test_attention_of_a_single_query_is_computed_as_that_of_several(
 
 def _attend_singly(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int) -> Tensor:
     folded = q.view(keys.shape[0], -1, keys.shape[1], keys.shape[3]).transpose(1, 2)
+    mask = mask[:, :, : folded.shape[2]]
     attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
     return attended.transpose(1, 2)
 
@@ -194,7 +202,6 @@ def test_wide_products_are_cut_into_as_many_rows_as_keep_their_bits(
     assert "down_proj with 128 rows" in failures
 
 
-@needs_prepacking
 def test_scattered_tree_slots_do_not_keep_the_bits(laboratory: Laboratory) -> None:
     """Why tokens selected beside the plain columns are confirmed before they are final."""
     differing = compared = 0
@@ -204,7 +211,10 @@ def test_scattered_tree_slots_do_not_keep_the_bits(laboratory: Laboratory) -> No
                 case = Case(context, 64, batch, 16, neighbours, "tree")
                 found, of = laboratory.count_scattered(case)
                 differing, compared = differing + found, compared + of
-    assert 0 < differing < compared / 2
+    assert differing > 0
+    # Rounding to bf16 hides most differences.
+    if laboratory.model.dtype == torch.bfloat16:
+        assert differing < compared / 2
 
 
 @needs_prepacking
@@ -216,9 +226,10 @@ def test_matrices_too_narrow_for_these_kernels_fail_the_check(width: int) -> Non
     assert not any("down_proj" in failure for failure in report.failures)
 
 
-def test_float32_fails_the_check_and_names_the_cases() -> None:
+def test_float32_products_of_few_rows_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacked, "EVEN_ROWS", 1)
     report = check_invariance(make_model(num_layers=1, dtype=torch.float32))
-    assert not report.holds
+    assert any("qkv_proj" in failure for failure in report.failures)
     assert 0 < len(report.failures) <= report.cases
 
 

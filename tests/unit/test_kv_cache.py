@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ratoon.models.kv_cache import KVCache, round_up_width
+from ratoon.models.kv_cache import KVCache, attention_width, round_up_width
 
 LAYERS, SLOTS, HEADS, HEAD_DIM = 2, 3, 2, 4
 
@@ -28,6 +28,13 @@ def make_cache(num_positions: int = 70) -> KVCache:
 @pytest.mark.parametrize(("length", "width"), [(1, 64), (64, 64), (65, 128), (2048, 2048)])
 def test_widths_are_whole_blocks(length: int, width: int) -> None:
     assert round_up_width(length) == width
+
+
+def test_float32_widths_are_cut_where_shorter_ones_are() -> None:
+    lengths = (1, 192, 193, 384, 385, 512, 513, 705, 1024)
+    widths = [attention_width(length, torch.float32) for length in lengths]
+    assert widths == [192, 192, 384, 384, 512, 512, 704, 896, 1024]
+    assert [attention_width(length, torch.bfloat16) for length in (1, 65)] == [64, 128]
 
 
 def test_an_empty_cache_is_finite_and_holds_whole_blocks() -> None:

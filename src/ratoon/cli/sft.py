@@ -20,8 +20,9 @@ def sft(
     """Fine-tune a model on examples."""
     from ratoon.cli.running import finish, open_folder, watching
     from ratoon.config import SFTConfig, load_config
+    from ratoon.models.compute_dtype import with_dtype
 
-    settings = load_config(SFTConfig, config, overrides or ())
+    settings = with_dtype(load_config(SFTConfig, config, overrides or ()))
     folder = open_folder(settings, resume=resume)
     with watching(folder) as observer:
         from ratoon.loop.sft_run import run_sft

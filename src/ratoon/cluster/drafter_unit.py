@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ratoon.cluster.exchange import DrafterExchange
 from ratoon.cluster.messages import DrafterPublished, SpotResult, TakeDrafter
-from ratoon.cluster.spec import DraftingSpec
+from ratoon.cluster.spec import DraftingSpec, WorkerSpec
 from ratoon.drafter.checkpoint import (
     apply_weights,
     load_checkpoint,
@@ -23,6 +23,7 @@ from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.spot_trainer import SpotSession, SpotTrainer
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
 from ratoon.errors import StaleVersionError
+from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder
 from ratoon.rollout.native.engine import Finished
 
@@ -169,34 +170,36 @@ class DrafterUnit:
         self._send(DrafterPublished(version, checksum, slot))
 
 
-def trainer_options(spec: DraftingSpec) -> TrainerOptions:
+def _trainer_options(spec: WorkerSpec) -> TrainerOptions:
     """The drafter trainer's options from the configuration."""
+    assert spec.drafting is not None
+    settings = spec.drafting.drafter
     return TrainerOptions(
-        learning_rate=spec.drafter.lr,
-        unroll=spec.drafter.unroll,
-        loss=spec.drafter.loss,
-        temperature=spec.temperature,
-        batch_tokens=spec.drafter.batch_tokens,
-        compiled=spec.drafter.compiled,
+        learning_rate=settings.lr,
+        unroll=settings.unroll,
+        loss=settings.loss,
+        temperature=spec.drafting.temperature,
+        batch_tokens=settings.batch_tokens,
+        compiled=settings.compiled,
+        compute_dtype=DTYPES[spec.model.dtype],
     )
 
 
-def new_trainer(
-    spec: DraftingSpec, decoder: Decoder, vocabulary: Tensor, seed: int
-) -> DrafterTrainer:
+def new_trainer(spec: WorkerSpec, decoder: Decoder, vocabulary: Tensor) -> DrafterTrainer:
     """A trainer at its start; the same on every worker: the noise is drawn from the run's seed."""
-    if spec.drafter.path is not None:
-        return DrafterTrainer(load_drafter(spec.drafter.path), trainer_options(spec))
-    config = DrafterConfig.for_target(
-        decoder.config, spec.drafter.draft_vocab_size, spec.drafter.window
-    )
+    options = _trainer_options(spec)
+    assert spec.drafting is not None
+    settings = spec.drafting.drafter
+    if settings.path is not None:
+        return DrafterTrainer(load_drafter(settings.path), options)
+    config = DrafterConfig.for_target(decoder.config, settings.draft_vocab_size, settings.window)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(spec.seed)
         drafter = Eagle3Drafter.from_target(config, decoder, vocabulary)
-    return DrafterTrainer(drafter, trainer_options(spec))
+    return DrafterTrainer(drafter, options)
 
 
-def restored_trainer(spec: DraftingSpec, folder: Path) -> DrafterTrainer:
+def restored_trainer(spec: WorkerSpec, folder: Path) -> DrafterTrainer:
     """The trainer that `DrafterUnit.save` wrote."""
-    trainer, _ = load_checkpoint(folder, trainer_options(spec))
+    trainer, _ = load_checkpoint(folder, _trainer_options(spec))
     return trainer

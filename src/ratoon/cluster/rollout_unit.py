@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ratoon.cluster.spec import DraftingSpec, WorkerSpec
@@ -13,6 +12,7 @@ from ratoon.config.speculation import Speculation
 from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
+from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.engine import RolloutEngine, positions_needed
@@ -24,7 +24,6 @@ Numerics = Literal["invariant", "tolerant"]
 # Cost of one more row of a forward pass, in passes, for one live sequence; measured on a CPU.
 MIN_CHANCE = 0.01
 MAX_MIN_CHANCE = 0.2
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)

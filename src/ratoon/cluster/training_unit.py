@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from ratoon.cluster.rollout_unit import DTYPES
 from ratoon.cluster.spec import TrainingSpec, WorkerSpec
+from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder
 from ratoon.training.checkpoint import load_trainer, save_trainer
 from ratoon.training.core import TrainerCore

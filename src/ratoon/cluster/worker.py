@@ -146,14 +146,14 @@ class Worker:
         """Make the learned drafter, with these ids as its draft vocabulary."""
         assert self.spec.drafting is not None
         ids = torch.tensor(vocabulary)
-        trainer = new_trainer(self.spec.drafting, self._decoder, ids, self.spec.seed)
+        trainer = new_trainer(self.spec, self._decoder, ids)
         self._use_drafter(trainer, version=0)
 
     @callable_by_driver
     def restore_drafter(self, folder: Path, version: int) -> None:
         """Continue with the drafter and optimizer that `save_drafter` wrote."""
         assert self.spec.drafting is not None
-        self._use_drafter(restored_trainer(self.spec.drafting, folder), version)
+        self._use_drafter(restored_trainer(self.spec, folder), version)
 
     def _use_drafter(self, trainer: DrafterTrainer, version: int) -> None:
         assert self.spec.drafting is not None

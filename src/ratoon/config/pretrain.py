@@ -73,8 +73,10 @@ class PretrainModel(Settings):
     path: ModelDirectory | None = Field(
         None, description="Directory in Hugging Face format to go on with, instead of `shape`."
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Number format of computation; master weights are float32."
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="Number format of computation; master weights are float32. auto: bfloat16 "
+        "where the hardware multiplies it, else float32.",
     )
 
     @model_validator(mode="after")

@@ -13,9 +13,10 @@ class ModelSettings(Settings):
     """The model to train."""
 
     path: ModelDirectory = Field(description="Directory in Hugging Face format.")
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16",
-        description="Number format of computation; the trainer's master weights are float32.",
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="Number format of computation; the trainer's master weights are float32. "
+        "auto: bfloat16 where the hardware multiplies it, else float32.",
     )
 
 

@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ratoon.config import resolved_yaml
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.errors import CheckpointError, ConfigError
@@ -17,6 +15,7 @@ from ratoon.est.schedule import Stage
 from ratoon.loop.accounting import Account
 from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
 from ratoon.loop.pretrain_setup import Data, Evolution, learning_rate
+from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder
 from ratoon.models.directories import whole_directory
 from ratoon.models.hf_io import CARRIED_FILES, save_decoder
@@ -117,7 +116,7 @@ def save_pretrained(
         shutil.rmtree(folder.model)
     source = config.model.path
     with whole_directory(folder.model) as part:
-        dtype = getattr(torch, config.model.dtype)
+        dtype = DTYPES[config.model.dtype]
         save_decoder(decoder, part / "model", source=source, dtype=dtype)
         for file in (part / "model").iterdir():
             file.replace(part / file.name)

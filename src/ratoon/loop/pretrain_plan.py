@@ -25,6 +25,7 @@ from ratoon.loop.pretrain_setup import (
     share_out,
 )
 from ratoon.loop.setup import check_context
+from ratoon.models.compute_dtype import with_dtype
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.hf_config import read_config
 from ratoon.training.update_checks import require_muon
@@ -101,6 +102,7 @@ def plan_run(config: PretrainConfig, *, vocab_size: int | None = None, processes
         ConfigError, DataError, CapabilityError: what the run would raise, or `vocab_size` is
             missing or has no effect.
     """
+    config = with_dtype(config)
     data = _data(config, vocab_size)
     model = _model(config, data, vocab_size)
     batch, share = share_out(config, processes)

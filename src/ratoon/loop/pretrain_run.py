@@ -31,6 +31,7 @@ from ratoon.loop.pretrain_setup import (
     update_rule,
 )
 from ratoon.loop.switches import switch_losses, switch_metrics
+from ratoon.models.compute_dtype import DTYPES, with_dtype
 from ratoon.models.decoder import Decoder
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -69,6 +70,7 @@ def pretrain(
         ConfigError, DataError, CheckpointError, CapabilityError: before the first step.
         NumericsError: a gradient is not finite.
     """
+    config = with_dtype(config)
     with torchrun_workers() as (workers, device):
         run = _Run(config, folder, observer, workers, device)
         run.resume()
@@ -117,7 +119,7 @@ class _Run:
             passes,
             shape=self.evolution.shape,
             freezes=config.evolve is None or config.evolve.unsampled == "freeze",
-            compute_dtype=getattr(torch, config.model.dtype),
+            compute_dtype=DTYPES[config.model.dtype],
             workers=workers,
             shard=update.shard,
         )

@@ -10,6 +10,7 @@ from ratoon.config.rl import RLConfig
 from ratoon.config.sft import SFTConfig
 from ratoon.loop.rl_run import run_rl
 from ratoon.loop.sft_run import run_sft
+from ratoon.models.compute_dtype import with_dtype
 from ratoon.models.fetch import fetch
 from ratoon.models.tiny import make_tiny_model
 from ratoon.observe.observer import Observer
@@ -90,10 +91,10 @@ def run_quickstart(tiny: bool, target: Path, observer: Observer, seed: int = 1) 
     sft, rl = ({**part, "seed": seed} for part in ((TINY_SFT, TINY_RL) if tiny else (SFT, RL)))
     model = target / "start" if tiny else Path("models") / MODEL
     warm = {"output_dir": str(target), "name": "warm-start"}
-    sft_config = build_config(SFTConfig, {**sft, **warm, "model": {"path": str(model)}})
+    sft_config = with_dtype(build_config(SFTConfig, {**sft, **warm, "model": {"path": str(model)}}))
     where = {"output_dir": str(target.parent), "name": target.name}
     start = {"path": str(target / "warm-start" / "model")}
-    rl_config = build_config(RLConfig, {**rl, **where, "model": start})
+    rl_config = with_dtype(build_config(RLConfig, {**rl, **where, "model": start}))
     folder = _create(rl_config)
     observer.phase("model")
     try:

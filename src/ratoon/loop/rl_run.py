@@ -25,6 +25,7 @@ from ratoon.loop.replay import Replay, replay
 from ratoon.loop.rl_step import RunContext, StepOutcome, entropy_per_token, rl_step
 from ratoon.loop.rollout import DrafterLedger
 from ratoon.loop.setup import check_context, load_rl_prompts, rl_specs, shared_bytes
+from ratoon.models.compute_dtype import with_dtype
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -50,6 +51,7 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
     Raises: RatoonError of all kinds; whatever is raised, no process is left behind.
     """
     started = observer.clock.now()
+    config = with_dtype(config)
     with _context(config, observer) as run:
         numerics = _report_numerics(run)
         history = _History()

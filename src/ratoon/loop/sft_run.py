@@ -14,6 +14,7 @@ from ratoon.data.examples import Example, load_examples
 from ratoon.data.prompts import PromptStyle
 from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
 from ratoon.loop.setup import check_context, num_workers
+from ratoon.models.compute_dtype import with_dtype
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -23,6 +24,7 @@ Batch = list[Example]
 
 def run_sft(config: SFTConfig, folder: RunFolder, observer: Observer) -> None:
     """Train as configured; continues after the last checkpoint in `folder`, if there is one."""
+    config = with_dtype(config)
     check_context("max_length", config.max_length, config.model.path)
     tokenizer = Tokenizer.load(config.model.path)
     train, held_out = _load(config, tokenizer)

@@ -19,10 +19,24 @@ from torch import Tensor
 # sums a row's entries in another order, and logits depend on the neighbours' lengths.
 WIDTH_STEP = 64
 
+# In float32 the product with the values must be cut in the same places too. The attention kernel
+# takes 512 positions at a time, and of these MKL adds up 192 at a time, but cuts what is a little
+# more than one such block in halves.
+_FLOAT32_BLOCK = 512
+_FLOAT32_WIDTHS = (192, 384, 512)
+
 
 def round_up_width(length: int, step: int = WIDTH_STEP) -> int:
     """The smallest multiple of `step` that holds `length` positions."""
     return -(-length // step) * step
+
+
+def attention_width(length: int, dtype: torch.dtype) -> int:
+    """Positions to read where `length` are in use, so that a row's bits do not depend on it."""
+    if dtype != torch.float32:
+        return round_up_width(length)
+    blocks, rest = divmod(length, _FLOAT32_BLOCK)
+    return blocks * _FLOAT32_BLOCK + next(w for w in (0, *_FLOAT32_WIDTHS) if w >= rest)
 
 
 class LayerViews(NamedTuple):
@@ -52,7 +66,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_positions = round_up_width(num_positions)
+        self.num_positions = attention_width(num_positions, dtype)
         shape = (2, num_layers, num_slots, self.num_positions, num_kv_heads, head_dim)
         # Masked entries are multiplied by zero, so they must be finite.
         self.data = torch.zeros(shape, dtype=dtype, device=device)

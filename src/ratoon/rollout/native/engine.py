@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import CapabilityError, ConfigError
-from ratoon.models.kv_cache import round_up_width
+from ratoon.models.kv_cache import attention_width
 from ratoon.records import Completion, Request, SamplingParams
 from ratoon.rollout.native.carry import main_path_first, num_final, with_chain
 from ratoon.rollout.native.drafting import Drafting
@@ -243,7 +243,7 @@ class RolloutEngine:
         rows = self.rows
         num_live, num_nodes = tree.tokens.shape
         lengths = rows.lengths[:num_live]
-        width = round_up_width(int(lengths.max()) + num_nodes)
+        width = attention_width(int(lengths.max()) + num_nodes, self.model.dtype)
         group = self.model.config.num_heads // self.model.config.num_kv_heads
         mask = attention_mask(lengths, ancestor_mask(tree), width, group, self.model.dtype)
         return self.model.forward(

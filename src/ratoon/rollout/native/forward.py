@@ -1,8 +1,9 @@
 """The inference forward: some new tokens of each live row against its cached context.
 
 One function serves plain decoding (one token a row), verification (a draft tree a row) and
-prefill (a chunk of one row). With prepacked bf16 weights and a KV width in steps of 64 each row's
-states have the same bits in all of these, whatever the other rows are.
+prefill (a chunk of one row). With the precautions taken here and in `PackedLinear` and
+`attention_width`, each row's states have the same bits in all of these, whatever the other rows
+are: in bf16 by oneDNN's prepacked products, in float32 by MKL's.
 
 Shape letters: B live rows, N new tokens a row, R = B * N, W KV width, D model width, H query
 heads, G key/value heads, E head width.
@@ -27,7 +28,7 @@ from ratoon.models.decoder import (
 )
 from ratoon.models.fused import gelu, layer_norm_dtype
 from ratoon.models.kv_cache import KVCache
-from ratoon.models.prepacked import ROW_HINT, PackedLinear
+from ratoon.models.prepacked import EVEN_ROWS, ROW_HINT, PackedLinear
 
 
 class Norm:
@@ -164,8 +165,8 @@ class InferenceModel:
         """States of the new tokens; their keys and values are written to the cache.
 
         Shapes: `tokens [B, N]`, `positions [B, N]`, `entries [R]` flat cache entries to write,
-        `mask [B, 1, N * H/G, W]` as `attention_mask` makes it (query heads of a group are folded
-        into the query axis, N outermost); the B rows are the cache's slots from `first_slot` on.
+        `mask [B, 1, Q, W]` as `attention_mask` makes it; the B rows are the cache's slots from
+        `first_slot` on.
         Returns final-norm states `[R, D]` and features `[R, num_taps * D]`.
         Host-device syncs: none.
         """
@@ -216,14 +217,17 @@ class InferenceModel:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int) -> Tensor:
-    """Attention of `query [R, H, E]` over `keys, values [B, G, W, E]`; returns `[B, N, H, E]`."""
+    """Attention of `query [R, H, E]` over `keys, values [B, G, W, E]`; returns `[B, N, H, E]`.
+
+    `mask [B, 1, Q, W]` is of `attention_mask`: query heads of a group are folded into the query
+    axis, N outermost.
+    """
     num_rows, num_kv_heads, _, head_dim = keys.shape
     folded = query.view(num_rows, -1, num_kv_heads, group, head_dim).transpose(1, 2)
     folded = folded.reshape(num_rows, num_kv_heads, -1, head_dim)
     count = folded.shape[2]
-    # A single query is multiplied by another kernel, which sums in another order.
-    if count == 1:
-        folded = folded.repeat(1, 1, 2, 1)
+    if mask.shape[2] > count:
+        folded = F.pad(folded, (0, 0, 0, mask.shape[2] - count))
     attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
     unfolded = attended[:, :, :count].view(num_rows, num_kv_heads, -1, group, head_dim)
     return unfolded.transpose(1, 2).flatten(2, 3)
@@ -238,7 +242,8 @@ def attention_mask(
     and the CUDA kernels refuse other types.
 
     Shapes: `lengths [B]` committed positions, `ancestors [B, N, N]` bool (ancestor or self; the
-    token of column i is cached at position `lengths + i`). Returns `[B, 1, N * group, width]`.
+    token of column i is cached at position `lengths + i`). Returns `[B, 1, Q, width]`: `N * group`
+    queries and, behind them, as many as the kernel needs to sum each as it sums many.
     """
     num_rows, num_new, _ = ancestors.shape
     columns = torch.arange(width, device=lengths.device)
@@ -248,4 +253,13 @@ def attention_mask(
     visible.scatter_(2, target.expand(num_rows, num_new, num_new), ancestors)
     mask = torch.zeros(visible.shape, dtype=dtype, device=lengths.device)
     mask.masked_fill_(visible.logical_not_(), float("-inf"))
-    return mask.repeat_interleave(group, dim=1).unsqueeze(1)
+    mask = mask.repeat_interleave(group, dim=1)
+    missing = _missing_queries(mask.shape[1], dtype)
+    if missing:
+        mask = torch.cat([mask, mask[:, -1:].expand(-1, missing, -1)], dim=1)
+    return mask.unsqueeze(1)
+
+
+def _missing_queries(count: int, dtype: torch.dtype) -> int:
+    """Few queries, also as the last of a block, are multiplied by kernels that sum otherwise."""
+    return -count % EVEN_ROWS if dtype == torch.float32 else int(count == 1)

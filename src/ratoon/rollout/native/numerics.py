@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.models.kv_cache import KVCache, round_up_width
+from ratoon.models.kv_cache import KVCache, attention_width
 from ratoon.models.prepacked import PackedLinear
 from ratoon.rollout.native.forward import InferenceModel, attend, attention_mask
 
@@ -99,7 +99,7 @@ def _check_attention(model: InferenceModel) -> Iterator[tuple[str, bool]]:
     device, config = model.embedding.device, model.config
     half, context = 90, 180
     for num_rows, num_new in (*BATCHES, *PREFILLS):
-        longest = round_up_width(2 * context + num_new)
+        longest = attention_width(2 * context + num_new, model.dtype)
         shape = (num_rows, config.num_kv_heads, longest, config.head_dim)
         keys, values = torch.randn(2, *shape, generator=generator).to(device, model.dtype)
         keys[:, :, half:context] = keys[:, :, :half]
@@ -119,7 +119,7 @@ def _check_attention(model: InferenceModel) -> Iterator[tuple[str, bool]]:
 def _attend_chain(query: Tensor, keys: Tensor, values: Tensor, lengths: list[int]) -> Tensor:
     """Attention `[B, N, H, E]` of `query [B, N, H, E]` over the first columns of each row."""
     num_new = query.shape[1]
-    width = round_up_width(max(lengths) + num_new)
+    width = attention_width(max(lengths) + num_new, query.dtype)
     group = query.shape[2] // keys.shape[1]
     chain = torch.ones(num_new, num_new, dtype=torch.bool, device=query.device).tril()
     starts = torch.tensor(lengths, device=query.device)
@@ -174,7 +174,7 @@ def decode(
     if ancestors is None:
         ancestors = torch.ones(num_new, num_new, dtype=torch.bool, device=device).tril()
     group = model.config.num_heads // model.config.num_kv_heads
-    width = round_up_width(max(lengths) + num_new)
+    width = attention_width(max(lengths) + num_new, model.dtype)
     mask = attention_mask(starts, ancestors.expand(num_rows, -1, -1), width, group, model.dtype)
     positions = starts[:, None] + ancestors.sum(1) - 1
     slots = torch.arange(num_rows, device=device)[:, None] * cache.num_positions

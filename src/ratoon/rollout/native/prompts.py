@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ratoon.models.kv_cache import round_up_width
+from ratoon.models.kv_cache import attention_width
 from ratoon.records import Request
 from ratoon.rollout.native.forward import InferenceModel, attention_mask
 from ratoon.rollout.native.rows import Rows
@@ -136,7 +136,7 @@ class PromptQueue:
         mask = attention_mask(
             positions[:, 0],
             chain.expand(num_rows, -1, -1),
-            round_up_width(end),
+            attention_width(end, model.dtype),
             group,
             model.dtype,
         )
