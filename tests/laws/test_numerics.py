@@ -1,8 +1,9 @@
 """Law: a row's logits have the same bits whatever else is in the batch, and however it got there.
 
 It holds for bf16 with oneDNN's prepacked operators and for float32 with MKL; elsewhere the start-up
-check must say that it does not, and nothing here is claimed. Models: SmolLM2's shapes with four random layers, a tiny one,
-and SmolLM2 itself where it is at hand. The full matrix is in `benchmarks/numerics_matrix.py`.
+check must say that it does not, and nothing here is claimed. Models: SmolLM2's shapes with four
+random layers, a tiny one, and SmolLM2 itself where it is at hand. The full matrix is in
+`benchmarks/numerics_matrix.py`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.spot_trainer import SpotSession, SpotTrainer
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
 from ratoon.models.compiling import has_compiler
+from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.models.decoder import DecoderConfig, apply_rope
 from ratoon.observe.provenance import provenance
 
@@ -66,7 +67,7 @@ def run(rounds: int = 9, *, steps_per_round: int = 4, seed: int = 0) -> dict[str
 
 def _run(rounds: int, steps_per_round: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    options = TrainerOptions()
+    options = TrainerOptions(compute_dtype=DTYPES[fast_dtype()])
     drafter, embedding, head = _random_drafter()
     pieces: list[float] = []
     trained = {
@@ -130,7 +131,8 @@ def _random_drafter() -> tuple[Eagle3Drafter, Tensor, Tensor]:
         if parameter.dim() == 2:
             parameter.data.normal_(std=0.02)
     embedding = torch.empty(TARGET.vocab_size, TARGET.hidden_size).normal_(std=0.1)
-    return drafter, embedding.bfloat16(), embedding[:DRAFT_VOCABULARY].bfloat16()
+    dtype = DTYPES[fast_dtype()]
+    return drafter, embedding.to(dtype), embedding[:DRAFT_VOCABULARY].to(dtype)
 
 
 def _filled_buffer(head: Tensor, seed: int) -> DataBuffer:
@@ -143,8 +145,8 @@ def _filled_buffer(head: Tensor, seed: int) -> DataBuffer:
         sample = Sample(
             uid=(uid,),
             ids=torch.randint(0, TARGET.vocab_size, (length,)),
-            features=torch.randn(length - 1, 3 * width).bfloat16(),
-            hidden=torch.randn(length - 1, width).bfloat16(),
+            features=torch.randn(length - 1, 3 * width).to(head.dtype),
+            hidden=torch.randn(length - 1, width).to(head.dtype),
             prompt_len=PROMPT_TOKENS,
             policy_version=1,
         )
@@ -215,7 +217,7 @@ def _plain_arm(
             tokens += samples[-1].num_queries
         optimizer.zero_grad()
         for sample in samples:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", head.dtype, enabled=head.dtype != torch.float32):
                 logits = _plain_logits(module, sample, embedding, rope)
                 teacher = F.linear(sample.hidden[sample.first_query + 1 :], head)
             (_plain_loss(logits, teacher) / tokens).backward()

@@ -23,6 +23,7 @@ from ratoon.bench.timing import interleaved, ratio_interval
 from ratoon.est.flops import layer_ratio, optimizer_flops, token_flops
 from ratoon.est.sampler import NestedSampler, RandomSampler, Sampler
 from ratoon.est.subnetwork import Rates, Shape, Subnetwork
+from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.observe.provenance import provenance
 from ratoon.training.flat_weights import UpdateRule
@@ -139,7 +140,7 @@ def _run(
             "micro_batch_tokens": micro_batch * document_tokens,
             "rates": {stage: rates.values for stage, rates in _STAGES.items()},
             "optimizer": "adamw, float32 masters, what took no part is left alone",
-            "compute_dtype": "bfloat16",
+            "compute_dtype": fast_dtype(),
             "threads": 1,
         },
         "bar": BAR,
@@ -173,7 +174,8 @@ def _trainer(config: DecoderConfig, shape: Shape, micro_batch: int, seed: int) -
     for parameter in decoder.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.02)
-    return Pretrainer(decoder, UpdateRule(), Passes(micro_batch), shape=shape)
+    dtype = DTYPES[fast_dtype()]
+    return Pretrainer(decoder, UpdateRule(), Passes(micro_batch), shape=shape, compute_dtype=dtype)
 
 
 def _updated_shapes(trainer: Pretrainer, subnetwork: Subnetwork) -> list[tuple[int, ...]]:

@@ -22,6 +22,7 @@ from ratoon.bench.subject import Subject, decode, load_subject
 from ratoon.bench.timing import interleaved, ratio_interval, worker_environment, worker_process
 from ratoon.config.speculation import Spot
 from ratoon.drafter.trainer import TrainerOptions
+from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.observe.provenance import provenance
 
 LIVE_BATCHES = (1, 4)
@@ -122,7 +123,7 @@ def _neighbour(share: float, seed: int) -> Iterator[Connection]:
 
 def _train_on_demand(orders: Connection, share: float, seed: int) -> None:
     torch.set_num_threads(1)
-    session = spot_session(TrainerOptions(), seed)
+    session = spot_session(TrainerOptions(compute_dtype=DTYPES[fast_dtype()]), seed)
     while True:
         if orders.recv() == "train":
             session.run_once()

@@ -124,7 +124,7 @@ def _transformers_arm(subject: Subject, seed: int) -> Callable[[int, int], float
         raise CapabilityError(
             "The baseline needs transformers, which is not installed: pip install transformers."
         ) from None
-    peer = AutoModelForCausalLM.from_pretrained(str(subject.path), dtype=torch.bfloat16).eval()
+    peer = AutoModelForCausalLM.from_pretrained(str(subject.path), dtype=subject.model.dtype).eval()
     torch.manual_seed(seed)
 
     def generate(num_rows: int, number: int) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 from ratoon.config import build_config
 from ratoon.config.load import apply_overrides
 from ratoon.config.pretrain import PretrainConfig
+from ratoon.models.compute_dtype import with_dtype
 
 SEQUENCE = 256
 BATCH_TOKENS = 4096
@@ -99,7 +100,7 @@ def arm_config(
     values["evaluation"] |= {"every": max(1, steps // NUM_EVALUATIONS)}
     values["checkpoint"] = {"every": max(1, steps // NUM_EVALUATIONS), "keep": 1}
     apply_overrides(PretrainConfig, values, ())
-    return build_config(PretrainConfig, values)
+    return with_dtype(build_config(PretrainConfig, values))
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

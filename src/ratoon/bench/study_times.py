@@ -24,6 +24,7 @@ from ratoon.est.adaptive import AdaptiveSchedule
 from ratoon.est.schedule import Stage
 from ratoon.est.subnetwork import Rates, Subnetwork
 from ratoon.loop.pretrain_setup import decoder_config, evolution, make_decoder, open_data
+from ratoon.models.compute_dtype import DTYPES
 from ratoon.training.flat_weights import UpdateRule
 from ratoon.training.pretrainer import Passes, Pretrainer
 
@@ -63,7 +64,7 @@ def _steps(config: PretrainConfig) -> dict[Rates, Callable[[int], float]]:
         Passes(batch),
         shape=evolving.shape,
         freezes=config.evolve is None or config.evolve.unsampled == "freeze",
-        compute_dtype=getattr(torch, config.model.dtype),
+        compute_dtype=DTYPES[config.model.dtype],
     )
     sequences = data.train.sequences(data.order.take(0, batch))
 

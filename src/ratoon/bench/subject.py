@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from ratoon.cluster.rollout_unit import tiers_of
 from ratoon.config.speculation import Speculation
 from ratoon.data.prompts import PromptStyle, load_prompts
@@ -19,6 +17,7 @@ from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
 from ratoon.loop.quickstart import TASK
+from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.models.hf_io import load_decoder
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.records import DrawKey, Request, Stream
@@ -124,7 +123,7 @@ def load_subject(path: Path, drafter_path: Path | None) -> Subject:
     model = InferenceModel(
         decoder,
         num_positions=MAX_LENGTH + 2 * (settings.budget + 1),
-        dtype=torch.bfloat16,
+        dtype=DTYPES[fast_dtype()],
         taps=() if drafter is None else drafter.config.taps,
     )
     style = PromptStyle(chat_template=False, max_tokens=MAX_LENGTH - MAX_TOKENS)

@@ -26,6 +26,7 @@ from torch import Tensor
 from ratoon.bench.drafter import TARGET
 from ratoon.bench.intervals import median_interval
 from ratoon.errors import CapabilityError
+from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.models.decoder import Decoder
 from ratoon.models.packing import micro_batches
 from ratoon.observe.provenance import provenance
@@ -102,7 +103,7 @@ def _run(
             "completion_tokens": sum(len(sample.token_ids) for sample in samples),
             "micro_batch_tokens": micro_batch_tokens,
             "baseline": baseline,
-            "compute_dtype": "bfloat16",
+            "compute_dtype": fast_dtype(),
             "threads": 1,
             "compiler": False,
         },
@@ -142,7 +143,12 @@ def _trainer(micro_batch_tokens: int, seed: int) -> PolicyTrainer:
     for parameter in decoder.parameters():
         if parameter.dim() == 2:
             parameter.data.normal_(std=0.02)
-    core = TrainerCore(decoder, OptimizerSettings(lr=LR), micro_batch_tokens=micro_batch_tokens)
+    core = TrainerCore(
+        decoder,
+        OptimizerSettings(lr=LR),
+        compute_dtype=DTYPES[fast_dtype()],
+        micro_batch_tokens=micro_batch_tokens,
+    )
     return PolicyTrainer(core, PolicyLossSettings())
 
 
@@ -165,7 +171,7 @@ def _transformers_arm(samples: Sequence[Sample], attention: str) -> Callable[[],
         tie_word_embeddings=True,
         attn_implementation=attention,
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).to(DTYPES[fast_dtype()])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     ordered = sorted(samples, key=lambda sample: len(sample.token_ids))
     lengths = [trained_length(sample.prompt_ids, sample.token_ids) for sample in ordered]

@@ -65,29 +65,34 @@ def _torch() -> list[Finding]:
     findings = [Finding("torch", "good", f"{torch.__version__}, {build}")]
     if torch.cuda.is_available():
         findings.append(Finding("GPU", "good", torch.cuda.get_device_name()))
+    capability = torch.backends.cpu.get_cpu_capability()
     if prepacking_available():
+        findings.append(Finding("vector unit", "good", f"{capability}, multiplies bf16"))
         findings.append(
             Finding("numerics", "good", "prepacked bf16 operators: the same bits for any batch")
+        )
+        return findings
+    findings.append(
+        Finding(
+            "vector unit",
+            "slow",
+            f"{capability}, does not multiply bf16",
+            "models compute in float32, with twice the memory and, on small batches, time",
+        )
+    )
+    if torch.backends.mkl.is_available():
+        findings.append(
+            Finding("numerics", "good", "float32 by MKL: a run proves the same bits when it starts")
         )
     else:
         findings.append(
             Finding(
                 "numerics",
                 "slow",
-                "no prepacked bf16 operators on this machine",
+                "neither prepacked bf16 operators nor MKL",
                 "rollouts run in tolerant numerics, which counts the tokens that rounding flips",
             )
         )
-    capability = torch.backends.cpu.get_cpu_capability()
-    fast = "AVX512" in capability or platform.machine() == "arm64"
-    findings.append(
-        Finding(
-            "vector unit",
-            "good" if fast else "slow",
-            capability,
-            "" if fast else "bf16 is emulated without AVX512; model.dtype=float32 may be faster",
-        )
-    )
     return findings
 
 
