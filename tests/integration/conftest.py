@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -23,6 +22,7 @@ from lab import Faults, Lab
 
 from ratoon.cluster import local
 from ratoon.loop import rl_run, sft_run
+from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.models.hf_io import load_decoder
 from ratoon.models.tiny import make_tiny_model
 from ratoon.observe.run_folder import RunFolder
@@ -60,11 +60,17 @@ def untrained(once: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def dtype(untrained: Path) -> str:
-    """bfloat16 where this machine's kernels give the same bits for any batch, else float32."""
+def dtype() -> str:
+    """What this machine is fast in."""
+    return fast_dtype()
+
+
+@pytest.fixture(scope="session")
+def exact(untrained: Path, dtype: str) -> bool:
+    """Whether this machine's kernels give the same bits for any batch."""
     decoder = load_decoder(untrained)
-    model = InferenceModel(decoder, num_positions=96, dtype=torch.bfloat16, taps=())
-    return "bfloat16" if check_invariance(model).holds else "float32"
+    model = InferenceModel(decoder, num_positions=96, dtype=DTYPES[dtype], taps=())
+    return check_invariance(model).holds
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from ratoon.observe.summary import SUMMARY
 
 
 def test_one_command_trains_replays_and_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], exact: bool
 ) -> None:
     sft, rl = quickstart.TINY_SFT, quickstart.TINY_RL
     monkeypatch.setattr(quickstart, "TINY_SFT", sft | {"steps": 15})
@@ -29,7 +29,7 @@ def test_one_command_trains_replays_and_reports(
     assert left.value.code == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary.keys() >= SUMMARY.keys()
-    assert summary["tokens_identical"] is True or dtype != "bfloat16"
+    assert summary["tokens_identical"] is True or not exact
     assert summary["responses_compared"] == 16
     assert summary["rollout_speedup"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -50,7 +50,7 @@ class DrafterUnit:
         self.trainer = trainer
         self.served = Eagle3Drafter(trainer.drafter.config).to(trainer.drafter.d2t.device)
         self.served.load_state_dict(trainer.drafter.state_dict())
-        self.exchange = DrafterExchange(folder, self.served)
+        self.exchange = DrafterExchange(folder, self.served, trainer.options.compute_dtype)
         self.buffer = DataBuffer(spec.spot.buffer_tokens, seed=seed)
         self._spot = SpotTrainer(
             self.trainer,

@@ -25,32 +25,32 @@ NUM_SLOTS = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def exchange_bytes(config: DrafterConfig) -> int:
-    """Size of the shared files for a drafter of this shape."""
+def exchange_bytes(config: DrafterConfig, dtype: torch.dtype) -> int:
+    """Size of the shared files for a drafter of this shape that computes in `dtype`."""
     with torch.device("meta"):
         size = FlatLayout(Eagle3Drafter(config)).size
-    numbers = {torch.bfloat16: NUM_SLOTS, torch.float32: 1 + len(MOMENTS)}
-    return size * sum(dtype.itemsize * count for dtype, count in numbers.items())
+    training = (1 + len(MOMENTS)) * torch.float32.itemsize
+    return size * (NUM_SLOTS * dtype.itemsize + training)
 
 
 class DrafterExchange:
-    """Maps (and, the first time, makes) the shared files in `folder`.
+    """Maps (and, the first time, makes) the shared files in `folder`; published is in `dtype`.
 
     Raises: CapabilityError if the folder's file system is too full.
     """
 
-    def __init__(self, folder: Path, drafter: Eagle3Drafter) -> None:
+    def __init__(self, folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype) -> None:
         self._layout = FlatLayout(drafter)
         size = self._layout.size
         self._slots = [
-            _mapped(folder / f"published_{slot}", size, torch.bfloat16) for slot in range(NUM_SLOTS)
+            _mapped(folder / f"published_{slot}", size, dtype) for slot in range(NUM_SLOTS)
         ]
         self._training = _mapped(folder / "training", 3 * size, torch.float32).view(3, size)
         self._counters = _mapped(folder / "counters", 2, torch.int64)
         self._versions = _mapped(folder / "versions", NUM_SLOTS, torch.int64)
 
     def publish(self, version: int, weights: Mapping[str, Tensor]) -> int:
-        """Write weights, rounded to bfloat16, to the older slot; returns the slot."""
+        """Write weights to the older slot; returns the slot."""
         slot = version % NUM_SLOTS
         self._versions[slot] = version
         for name, view in self._layout.named(self._slots[slot]).items():

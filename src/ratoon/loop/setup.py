@@ -15,6 +15,7 @@ from ratoon.config.training import Workers
 from ratoon.data.prompts import PromptStyle, load_prompts
 from ratoon.drafter.model import DrafterConfig
 from ratoon.errors import CapabilityError
+from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.records import Prompt
@@ -49,7 +50,8 @@ def shared_bytes(config: RLConfig) -> int:
         return 0
     target, settings = read_config(config.model.path), config.drafter
     return exchange_bytes(
-        DrafterConfig.for_target(target, settings.draft_vocab_size, settings.window)
+        DrafterConfig.for_target(target, settings.draft_vocab_size, settings.window),
+        DTYPES[config.model.dtype],
     )
 
 
