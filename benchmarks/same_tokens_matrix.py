@@ -35,6 +35,7 @@ from ratoon.rollout.native.engine import RolloutEngine
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import check_invariance
 from ratoon.speculation.strategy import PLAIN, RandomStrategies, Strategy
+from ratoon.speculation.tuner import RuleTuner
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS, MAX_LENGTH = 8, 3, 40, 160
 BATCHES = (1, 3, 16)
@@ -109,7 +110,7 @@ class Bench:
             max_length=MAX_LENGTH,
             vocab_limit=self.vocab_limit,
             drafting=None if arm == "plain" else self._drafting(batch),
-            strategy_rule=rule,
+            tuner=RuleTuner(rule),
         )
         answers: Answers = {}
         waiting = list(reversed(self.requests[part]))

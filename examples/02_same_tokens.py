@@ -15,6 +15,7 @@ from ratoon.rollout.native.engine import RolloutEngine
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import check_invariance
 from ratoon.speculation.strategy import PLAIN, Strategy
+from ratoon.speculation.tuner import RuleTuner
 
 VOCAB, GROUP, MAX_TOKENS, MAX_LENGTH = 100, 8, 100, 128
 TREE = Strategy(depth=4, branching=3, beam=3, budget=12, use_learned=False)
@@ -60,7 +61,7 @@ def make_engine(model: InferenceModel, strategy: Strategy, exact: bool) -> Rollo
     )
     return RolloutEngine(
         model, max_rows=2, max_length=MAX_LENGTH, vocab_limit=VOCAB, drafting=drafting,
-        strategy_rule=lambda num_live: strategy, confirm=exact,
+        tuner=RuleTuner(lambda num_live: strategy), confirm=exact,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.engine import Finished, RolloutEngine
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.speculation.strategy import PLAIN, Strategy
+from ratoon.speculation.tuner import RuleTuner
 
 VOCAB, ROWS, LENGTH, STEPS = 100, 16, 96, 60
 TREE = Strategy(depth=3, branching=3, beam=3, budget=12, use_suffix=False)
@@ -38,7 +39,7 @@ def generate(rows: range, drafter: Eagle3Drafter | None) -> tuple[list[Finished]
     strategy = PLAIN if drafter is None else TREE
     engine = RolloutEngine(
         MODEL, max_rows=ROWS, max_length=LENGTH, vocab_limit=VOCAB, drafting=drafting,
-        strategy_rule=lambda num_live: strategy, collect=True,
+        tuner=RuleTuner(lambda num_live: strategy), collect=True,
     )  # fmt: skip
     for row in rows:
         key = DrawKey(seed=1, stream=Stream.TRAIN, round=1, dataset="example", row=row, sample=0)

@@ -61,6 +61,8 @@ RL = {
     "optimizer": {"lr": 1e-3},
     "update": {"micro_batch_tokens": 256},
     "rollout": {"max_length": 64, "max_batch": 8},
+    # What is guessed must not depend on how fast this machine is.
+    "speculation": {"tuner": "table"},
     "drafter": {"window": 32, "batch_tokens": 64},
     "spot": {"publish_every_steps": 1},
     "evaluation": {"prompts": 6},

@@ -24,6 +24,7 @@ from ratoon.rollout.native.numerics import check_invariance
 from ratoon.sampling.keyed_noise import sequence_key
 from ratoon.speculation.proposer import Proposals, Source, StepNoise
 from ratoon.speculation.strategy import PLAIN, RandomStrategies, Strategy
+from ratoon.speculation.tuner import RuleTuner
 from ratoon.speculation.verify import Verified
 
 VOCAB, VOCAB_LIMIT = 96, 90
@@ -96,14 +97,18 @@ class World:
         rule: Callable[[int], Strategy] = lambda num_live: PLAIN,
         **options: Any,
     ) -> RolloutEngine:
-        options = {"confirm": self.exact, "prefill_chunk": PREFILL_CHUNK, **options}
+        options = {
+            "confirm": self.exact,
+            "prefill_chunk": PREFILL_CHUNK,
+            "tuner": RuleTuner(rule),
+            **options,
+        }
         return RolloutEngine(
             self.model,
             max_rows=max_rows,
             max_length=self.max_length,
             vocab_limit=self.vocab_limit,
             drafting=drafting,
-            strategy_rule=rule,
             **options,
         )
 

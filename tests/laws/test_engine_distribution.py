@@ -28,6 +28,7 @@ from ratoon.rollout.native.numerics import decode
 from ratoon.sampling.transforms import transform
 from ratoon.speculation import verify
 from ratoon.speculation.strategy import Strategy
+from ratoon.speculation.tuner import RuleTuner
 
 VOCAB, VOCAB_LIMIT = 8, 7
 EOS = 2
@@ -81,7 +82,7 @@ def sample(
         max_length=max_length,
         vocab_limit=VOCAB_LIMIT,
         drafting=drafting,
-        strategy_rule=lambda num_live: TREE,
+        tuner=RuleTuner(lambda num_live: TREE),
     )
     for number in range(num_responses):
         key = DrawKey(8, Stream.TRAIN, 1, "exact", row=number // 4, sample=number % 4)

@@ -44,6 +44,7 @@ from ratoon.models.tiny import random_decoder
 from ratoon.records import DrawKey, Request, SamplingParams, Stream
 from ratoon.rollout.native import engine as engine_module
 from ratoon.rollout.native.engine import RolloutEngine, positions_needed
+from ratoon.speculation.cost_model import CostModelTuner, Latency
 from ratoon.speculation.proposer import Proposals, Source, StepNoise
 from ratoon.speculation.strategy import PLAIN, Strategy
 from ratoon.speculation.verify import Verified
@@ -114,6 +115,21 @@ def test_changing_strategy_at_random_changes_no_token(
         max_rows=max_rows, drafting=world.drafting(max_rows), rule=rule_of(strategies, max_rows)
     )
     world.check(completions(run(engine, requests)), requests)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 16])
+def test_a_tuner_that_goes_by_the_clock_changes_no_token(world: World, max_rows: int) -> None:
+    """On a machine where guessing seems free at first, and then turns out not to be."""
+    requests = make_requests()
+    latency = Latency([(1, 1.0), (64, 1.0)])
+    engine = world.engine(
+        max_rows=max_rows,
+        drafting=world.drafting(max_rows),
+        tuner=CostModelTuner(TREE, 64, latency),
+    )
+    world.check(completions(run(engine, requests)), requests)
+    stats = engine.take_stats()
+    assert stats.speculative_steps > 0
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 16])

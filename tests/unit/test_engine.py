@@ -21,6 +21,7 @@ from ratoon.rollout.native.engine import Finished, RolloutEngine, positions_need
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import decode
 from ratoon.speculation.strategy import PLAIN, Strategy
+from ratoon.speculation.tuner import RuleTuner
 
 CONFIG = DecoderConfig(
     family="llama",
@@ -267,7 +268,7 @@ def test_weights_change_only_between_rollouts() -> None:
 
 def test_after_a_change_of_weights_an_engine_is_as_good_as_new() -> None:
     group = [request((1, 2, 3, 4), 15, sample=sample) for sample in range(6)]
-    engine = make_engine(drafting=make_drafting(), strategy_rule=lambda num_live: TREE)
+    engine = make_engine(drafting=make_drafting(), tuner=RuleTuner(lambda num_live: TREE))
     before = answers(run(engine, *group))
     model = make_model(1)
     engine.use_model(model, 5)
@@ -292,14 +293,14 @@ def test_states_are_returned_when_collected() -> None:
 
 
 def test_steps_and_tokens_are_counted() -> None:
-    engine = make_engine(drafting=make_drafting(), strategy_rule=lambda num_live: PLAIN)
+    engine = make_engine(drafting=make_drafting(), tuner=RuleTuner(lambda num_live: PLAIN))
     run(engine, *(request((1, 2), 5, sample=sample) for sample in range(3)))
     stats = engine.take_stats()
     assert (stats.plain_steps, stats.speculative_steps) == (5, 0)
     assert (stats.tokens, stats.rows_decoded) == (15, 15)
     assert stats.live_batch == [3] * 5
     assert (stats.tokens_speculated, stats.rows_speculated, stats.nodes_drafted) == (0, 0, 0)
-    engine.use_rule(lambda num_live: TREE)
+    engine.use_tuner(RuleTuner(lambda num_live: TREE))
     run(engine, *(request((1, 2), 5, sample=sample) for sample in range(3)))
     stats = engine.take_stats()
     assert stats.plain_steps == 0
@@ -310,12 +311,12 @@ def test_steps_and_tokens_are_counted() -> None:
 
 
 def test_changing_to_speculation_needs_no_further_pass_over_the_context() -> None:
-    engine = make_engine(drafting=make_drafting(), strategy_rule=lambda num_live: PLAIN)
+    engine = make_engine(drafting=make_drafting(), tuner=RuleTuner(lambda num_live: PLAIN))
     engine.submit(request((1, 2, 3), 40))
     for _ in range(20):
         engine.step()
     counts = count_forwards(engine)
-    engine.use_rule(lambda num_live: TREE)
+    engine.use_tuner(RuleTuner(lambda num_live: TREE))
     engine.step()
     assert len(counts) == 1
     assert counts[0] <= 1 + TREE.budget
@@ -325,7 +326,7 @@ def test_a_replay_from_the_recorded_state_takes_the_same_steps() -> None:
     """And one from the state afterwards does not: the index has seen the answers."""
     group = [request((1, 2, 3, 4), 30, sample=sample) for sample in range(4)]
     drafting = make_drafting()
-    engine = make_engine(drafting=drafting, strategy_rule=lambda num_live: TREE)
+    engine = make_engine(drafting=drafting, tuner=RuleTuner(lambda num_live: TREE))
     run(engine, request((1, 2, 3, 4), 30, sample=9))
     engine.take_stats()
     recorded = drafting.state_dict()
@@ -353,7 +354,7 @@ def test_weights_that_are_not_numbers_end_the_rollout() -> None:
 
 def test_the_cache_holds_the_longest_sequence_with_two_trees_behind_it() -> None:
     drafting = make_drafting()
-    engine = make_engine(drafting=drafting, strategy_rule=lambda num_live: TREE, max_length=64)
+    engine = make_engine(drafting=drafting, tuner=RuleTuner(lambda num_live: TREE), max_length=64)
     assert positions_needed(64, drafting) == 64 + 2 * 8
     assert engine.rows.cache.num_positions == 128
     assert len(run(engine, request((1,) * 60, 4))[0].completion.token_ids) == 4

@@ -26,6 +26,7 @@ from ratoon.rollout.native.engine import Finished, RolloutEngine
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import check_invariance
 from ratoon.speculation.strategy import PLAIN, Strategy, StrategyTable
+from ratoon.speculation.tuner import RuleTuner
 
 MAX_LENGTH = 448
 MAX_TOKENS = 288
@@ -106,7 +107,7 @@ class Subject:
             max_length=MAX_LENGTH,
             vocab_limit=self.vocab_limit,
             drafting=drafting,
-            strategy_rule=lambda num_live: strategy,
+            tuner=RuleTuner(lambda num_live: strategy),
             confirm=self.confirm,
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,8 +18,11 @@ from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.engine import RolloutEngine, positions_needed
 from ratoon.rollout.native.forward import InferenceModel
+from ratoon.rollout.native.latency import forward_seconds
 from ratoon.rollout.native.numerics import InvarianceReport, check_invariance
-from ratoon.speculation.strategy import PLAIN, Strategy, StrategyTable
+from ratoon.speculation.cost_model import CostModelTuner, Latency
+from ratoon.speculation.strategy import Strategy, StrategyTable
+from ratoon.speculation.tuner import TableTuner, Tuner, never
 
 Numerics = Literal["invariant", "tolerant"]
 # Cost of one more row of a forward pass, in passes, for one live sequence; measured on a CPU.
@@ -34,19 +38,7 @@ class _Recorded:
     policy_version: int
     drafting: dict[str, Any] | None
     served: Eagle3Drafter | None
-
-
-class StrategyRule:
-    """The strategy of a step from its live batch; remembers the tier for hysteresis."""
-
-    def __init__(self, table: StrategyTable) -> None:
-        self._table = table
-        self._state = 0
-
-    def __call__(self, num_live: int) -> Strategy:
-        """See `StrategyTable.pick`."""
-        strategy, self._state = self._table.pick(num_live, self._state)
-        return strategy
+    tuner: Tuner
 
 
 class RolloutUnit:
@@ -78,6 +70,7 @@ class RolloutUnit:
             confirm=self.numerics == "invariant",
             prefill_chunk=spec.rollout.prefill_chunk,
         )
+        self._tuner = self._make_tuner()
         self._recorded: _Recorded | None = None
 
     def serve(self, decoder: Decoder, version: int) -> None:
@@ -92,17 +85,19 @@ class RolloutUnit:
     def begin(self, *, speculate: bool, collect: bool) -> None:
         """Prepare for a rollout: whether to guess ahead, whether to keep states for training."""
         self.engine.collect = collect
-        self.engine.use_rule(self._rule() if speculate and self.drafting else lambda _: PLAIN)
+        self.engine.use_tuner(self._tuner if speculate else never())
 
     def record(self, served: Eagle3Drafter | None) -> None:
         """Keep the state as it is before a rollout, so that the rollout can be replayed."""
-        copy = None
+        kept = None
         if served is not None:
-            copy = Eagle3Drafter(served.config)
-            copy.load_state_dict(served.state_dict())
+            kept = Eagle3Drafter(served.config)
+            kept.load_state_dict(served.state_dict())
         drafting = self.drafting.state_dict() if self.drafting is not None else None
         model = self.engine.model
-        self._recorded = _Recorded(model, self.engine.policy_version, drafting, copy)
+        self._recorded = _Recorded(
+            model, self.engine.policy_version, drafting, kept, copy.deepcopy(self._tuner)
+        )
 
     def rewind(self) -> None:
         """Go back to the recorded state; `serve` leads back to the present."""
@@ -110,6 +105,7 @@ class RolloutUnit:
         if recorded is None:
             raise RuntimeError("nothing was recorded to rewind to")
         self.engine.use_model(recorded.model, recorded.policy_version)
+        self._tuner = copy.deepcopy(recorded.tuner)
         if self.drafting is not None and recorded.drafting is not None:
             self.drafting.load_state_dict(recorded.drafting)
             if recorded.served is not None:
@@ -120,10 +116,14 @@ class RolloutUnit:
             decoder, num_positions=self._num_positions, dtype=self._dtype, taps=self._taps
         )
 
-    def _rule(self) -> StrategyRule:
-        assert self._drafting_spec is not None
+    def _make_tuner(self) -> Tuner:
+        if self.drafting is None or self._drafting_spec is None:
+            return never()
         settings = self._drafting_spec.speculation
-        return StrategyRule(StrategyTable(tiers_of(settings), slack=settings.hysteresis))
+        if settings.tuner == "table":
+            return TableTuner(StrategyTable(tiers_of(settings), slack=settings.hysteresis))
+        points = forward_seconds(self.engine.model, settings.max_rows)
+        return CostModelTuner(largest_of(settings), settings.max_rows, Latency(points))
 
     def _make_drafting(
         self, spec: DraftingSpec, config: DecoderConfig, rows: int, length: int, worker: WorkerSpec
@@ -156,6 +156,19 @@ class RolloutUnit:
         return self.engine.model.embedding
 
 
+def largest_of(settings: Speculation) -> Strategy:
+    """The configured tree."""
+    return Strategy(
+        depth=settings.depth,
+        branching=settings.branching,
+        beam=settings.beam,
+        budget=settings.budget,
+        use_learned="learned" in settings.drafters,
+        use_suffix="suffix" in settings.drafters,
+        min_chance=MIN_CHANCE,
+    )
+
+
 def tiers_of(settings: Speculation) -> list[tuple[int, Strategy]]:
     """The configured tree for few live sequences, smaller ones for more (limit, strategy).
 
@@ -170,13 +183,12 @@ def tiers_of(settings: Speculation) -> list[tuple[int, Strategy]]:
     tiers = []
     for limit in (*limits, settings.max_live_batch):
         budget = min(settings.budget, settings.max_rows // limit - 1)
-        strategy = Strategy(
+        strategy = replace(
+            largest_of(settings),
             depth=min(settings.depth, budget),
             branching=min(settings.branching, budget),
             beam=min(settings.beam, budget),
             budget=budget,
-            use_learned="learned" in settings.drafters,
-            use_suffix="suffix" in settings.drafters,
             min_chance=min(MIN_CHANCE * limit, MAX_MIN_CHANCE),
         )
         tiers.append((limit, strategy))

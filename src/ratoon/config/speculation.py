@@ -36,13 +36,22 @@ class Speculation(Settings):
         description="Rows of one verification, all sequences together: the more sequences are "
         "live, the smaller their trees. Rows.",
     )
+    tuner: Literal["cost_model", "table"] = Field(
+        "cost_model",
+        description="Who chooses the tree of each step. `cost_model` weighs measured seconds "
+        "against measured gains, and decodes plainly where guessing loses; `table` goes by the "
+        "live batch alone.",
+    )
     max_live_batch: int = Field(
-        24, ge=1, description="Guess ahead while at most this many sequences are live."
+        24,
+        ge=1,
+        description="Of `table`: guess ahead while at most this many sequences are live.",
     )
     hysteresis: int = Field(
         2,
         ge=0,
-        description="Once guessing, go on until the live batch exceeds the limit by this many.",
+        description="Of `table`: once guessing, go on until the live batch exceeds the limit by "
+        "this many.",
     )
 
     @model_validator(mode="after")
@@ -51,8 +60,14 @@ class Speculation(Settings):
             len(set(self.drafters)) == len(self.drafters),
             f"speculation.drafters = {list(self.drafters)} names one twice",
         )
+        idle = {"max_live_batch", "hysteresis"} & set(self.changed_keys())
         require(
-            not self.enabled or 2 * self.max_live_batch <= self.max_rows,
+            self.tuner == "table" or not self.enabled or not idle,
+            f"speculation.{', speculation.'.join(sorted(idle))} would have no effect because "
+            f"speculation.tuner is {self.tuner}; remove it, or set tuner: table",
+        )
+        require(
+            not self.enabled or self.tuner != "table" or 2 * self.max_live_batch <= self.max_rows,
             f"speculation.max_live_batch = {self.max_live_batch} must be <= half of "
             f"speculation.max_rows = {self.max_rows}: each sequence has a root and a candidate",
         )

@@ -45,8 +45,8 @@ RL: dict[str, Any] = {
     "optimizer": {"lr": 2e-5},
     "update": {"micro_batch_tokens": 2048},
     "rollout": {"max_length": 448, "max_batch": 64},
-    # The policy is so sure of most tokens that guessing one pays for 64 sequences, too.
-    "speculation": {"max_rows": 128, "max_live_batch": 64},
+    # The policy is so sure of most tokens that guessing one may pay for 64 sequences, too.
+    "speculation": {"max_rows": 128},
     "drafter": {"draft_vocab_size": 1024, "window": 256},
     "evaluation": {"prompts": 256},
     "checkpoint": {"every": 1000},

@@ -1,14 +1,14 @@
 """The native rollout engine: continuous batching with coupled speculation.
 
 Each step does one thing: it prefills a chunk of a prompt, or it decodes all live rows, plainly or
-with a draft tree per row, as the strategy rule says for the live batch. Switching needs nothing
+with a draft tree per row, as the tuner says for the live batch. Switching needs nothing
 but the next step: the target's keys and values are the same either way, and the drafter extends
 over the features kept in its window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +24,11 @@ from ratoon.rollout.native.prompts import PromptQueue
 from ratoon.rollout.native.rows import Rows
 from ratoon.sampling.keyed_noise import sequence_key
 from ratoon.sampling.select import Selector
-from ratoon.speculation.strategy import PLAIN, Strategy
+from ratoon.speculation.strategy import Strategy
 from ratoon.speculation.tree import Tree, ancestor_mask, root_only
-from ratoon.speculation.verify import walk
+from ratoon.speculation.tuner import StepRecord, Tuner, never
+from ratoon.speculation.verify import Verified, walk
+from ratoon.speculation.visits import visits_by_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class EngineStats:
 class RolloutEngine:
     """Generates responses for requests; `step` until `has_work` is false.
 
-    `strategy_rule(num_live)` names the strategy of the next decode step. Any rule, and any
+    `tuner` chooses the strategy of each decode step; None decodes plainly. Any tuner, and any
     drafter, gives the same tokens. `confirm` keeps the bits of plain decoding too, where the
     kernels allow it (see `carry`); without it, rounding may flip a near-tie.
     """
@@ -72,7 +74,7 @@ class RolloutEngine:
         max_length: int,
         vocab_limit: int,
         drafting: Drafting | None = None,
-        strategy_rule: Callable[[int], Strategy] = lambda num_live: PLAIN,
+        tuner: Tuner | None = None,
         collect: bool = False,
         confirm: bool = True,
         prefill_chunk: int = 128,
@@ -88,7 +90,7 @@ class RolloutEngine:
         self.collect = collect
         self._confirm = confirm
         self._drafting = drafting
-        self._rule = strategy_rule
+        self._tuner = tuner or never()
         self._max_rows = max_rows
         self._max_length = max_length
         self._requests: list[Request] = []
@@ -149,9 +151,9 @@ class RolloutEngine:
         self._queue.use_model(model)
         self.policy_version = version
 
-    def use_rule(self, rule: Callable[[int], Strategy]) -> None:
-        """Choose strategies by another rule from the next step on."""
-        self._rule = rule
+    def use_tuner(self, tuner: Tuner) -> None:
+        """Let another tuner choose from the next step on."""
+        self._tuner = tuner
 
     def take_stats(self) -> EngineStats:
         """The counts since the last call."""
@@ -199,8 +201,10 @@ class RolloutEngine:
     def _decode(self) -> list[Finished]:
         rows = self.rows
         num_live = rows.num_live
-        strategy = self._rule(num_live)
+        strategy = self._tuner.choose(num_live)
+        started = time.perf_counter()
         tree, carried = self._draft(strategy)
+        drafted = time.perf_counter()
         hidden, features = self._forward(tree)
         logits = self.model.logits(hidden).view(num_live, tree.tokens.shape[1], -1)
         verified = walk(
@@ -220,7 +224,37 @@ class RolloutEngine:
         if self._drafting is not None:
             self._drafting.committed(tree, verified, known, carried)
         self._count(strategy, tree, final)
-        return self._finish(verified.tokens, final)
+        finished = self._finish(verified.tokens, final)
+        self._report(strategy, tree, verified, known, carried, drafted - started, drafted)
+        return finished
+
+    def _report(
+        self,
+        strategy: Strategy,
+        tree: Tree,
+        verified: Verified,
+        known: Tensor,
+        carried: Tensor,
+        draft_s: float,
+        drafted: float,
+    ) -> None:
+        """Tell the tuner of the step, which ends now; `drafted` is when its tree was ready."""
+        visits: list[list[float]] = []
+        present: list[float] = []
+        if not strategy.is_plain and tree.tokens.shape[1] > 1:
+            visits, present = visits_by_rank(tree, verified.path, carried)
+        self._tuner.observe(
+            StepRecord(
+                strategy=strategy,
+                num_live=len(known),
+                rows=tree.tokens.numel(),
+                tokens=int((known - carried).clamp_min(0).sum()),
+                draft_s=draft_s,
+                verify_s=time.perf_counter() - drafted,
+                visits=visits,
+                present=present,
+            )
+        )
 
     def _draft(self, strategy: Strategy) -> tuple[Tree, Tensor]:
         """The step's trees, and how many carried tokens each begins with."""

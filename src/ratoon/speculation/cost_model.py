@@ -1,0 +1,229 @@
+"""The tuner that weighs what a tree is expected to gain against what it is measured to cost.
+
+    tokens per second of a strategy = live · (1 + expected visits) / (draft + verify seconds)
+
+Seconds of a forward pass by its rows are measured at start, and each step corrects them. Expected
+visits come from `visits_by_rank`, so that one verified tree tells of all smaller ones, and no
+strategy has to be tried to be known. Source: ours; TLT (section 4.2) explores with a bandit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ratoon.speculation.strategy import PLAIN, Strategy
+from ratoon.speculation.tuner import StepRecord
+
+# A correction follows a change within some ten steps; a step that was interrupted counts little.
+_FOLLOW = 0.1
+_MAX_SURPRISE = math.log(2.0)
+# Weight of one sequence's step against what was seen long before, and of many sequences at most.
+_FORGET = 0.02
+_MAX_FORGET = 0.3
+# What no tree has shown lately drifts by so much a step to this share of what comes before it.
+_DRIFT = 0.01
+_LIKE_BEFORE = 0.8
+# A drafter that was never seen is taken for a good one, since large trees tell most, and its first
+# steps count much.
+_FIRST_GUESS = 0.7
+# Drafting one level costs about one layer of the target, which has some dozen.
+_DRAFT_SHARE = 0.08
+# Another strategy must promise so much more; a choice holds for some steps.
+_HYSTERESIS = 1.03
+_HOLD_STEPS = 4
+# While decoding is plain, one step in so many guesses all the same: the drafter may have improved.
+_PROBE_STEPS = 48
+_MIN_CHANCE = 0.01
+_MAX_CHANCE = 0.5
+
+
+class Latency:
+    """Seconds by size, linear between measured points and beyond the last.
+
+    Each observation corrects the points beside it, and all others half as much: what makes one
+    size slower, a longer context or a busy machine, mostly makes all so.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        """`points` are (size, seconds) in ascending order of size."""
+        self._sizes = [size for size, _ in points]
+        self._seconds = [seconds for _, seconds in points]
+        self._corrections = [0.0] * len(points)
+
+    def __call__(self, size: int) -> float:
+        """Expected seconds."""
+        low, high, share = self._between(size)
+        return self._at(low) * (1 - share) + self._at(high) * share
+
+    def observe(self, size: int, seconds: float) -> None:
+        """A measurement."""
+        surprise = math.log(max(seconds, 1e-9) / self(size))
+        moved = _FOLLOW * max(-_MAX_SURPRISE, min(_MAX_SURPRISE, surprise))
+        low, high, share = self._between(size)
+        share = min(1.0, share)
+        for place in range(len(self._sizes)):
+            near = (place == low) * (1 - share) + (place == high) * share
+            self._corrections[place] += moved * (0.5 + 0.5 * near)
+
+    def _between(self, size: int) -> tuple[int, int, float]:
+        """The points around `size`, and how far it lies from the first towards the second."""
+        sizes = self._sizes
+        if len(sizes) == 1 or size <= sizes[0]:
+            return 0, 0, 0.0
+        high = min(bisect_left(sizes, size), len(sizes) - 1)
+        return high - 1, high, (size - sizes[high - 1]) / (sizes[high] - sizes[high - 1])
+
+    def _at(self, place: int) -> float:
+        return self._seconds[place] * math.exp(self._corrections[place])
+
+
+class Gains:
+    """Visits that trees of a budget and a depth can expect.
+
+    By rank: a tree's best nodes are the smaller tree. By depth: a tree's upper levels are the
+    shallower one. What a smaller or shallower tree does not show drifts up to a little less than
+    what comes before it, so that it is tried again: the drafter is being trained.
+    """
+
+    def __init__(self, budget: int, depth: int) -> None:
+        self._by_rank = [_FIRST_GUESS * _LIKE_BEFORE**rank for rank in range(budget)]
+        self._by_depth = [_FIRST_GUESS * _LIKE_BEFORE**level for level in range(depth)]
+        self._seen = 0
+
+    def expected(self, budget: int, depth: int) -> float:
+        """Nodes that the target visits in a tree of so many nodes and levels."""
+        return min(sum(self._by_rank[:budget]), sum(self._by_depth[:depth]))
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a tree. Ranks below `min_chance` were not drafted: half of it is assumed."""
+        strategy, visits = record.strategy, record.visits
+        self._seen += record.num_live
+        forget = min(_MAX_FORGET, max(_FORGET * record.num_live, record.num_live / self._seen))
+        deepest = strategy.depth == len(self._by_depth)
+        ranks: list[float | None] = []
+        for rank in range(min(strategy.budget, len(self._by_rank))):
+            present = record.present[rank] if rank < len(visits) else 0.0
+            found = sum(visits[rank]) if rank < len(visits) else 0.0
+            # In a shallow tree low ranks are siblings, where a deeper one has descendants.
+            known = deepest or rank < strategy.depth
+            missing = 0.5 * strategy.min_chance * (1.0 - present)
+            ranks.append(found + missing if known else None)
+        levels = [sum(row[level] for row in visits) for level in range(strategy.depth)]
+        _follow(self._by_rank, ranks, forget)
+        _follow(self._by_depth, levels, forget)
+
+
+def _follow(estimates: list[float], found: Sequence[float | None], forget: float) -> None:
+    """Move estimates towards what was found, and up where nothing was."""
+    for place, estimate in enumerate(estimates):
+        value = found[place] if place < len(found) else None
+        if value is not None:
+            estimates[place] += forget * (value - estimate)
+        elif place:
+            estimates[place] += _DRIFT * max(0.0, _LIKE_BEFORE * estimates[place - 1] - estimate)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What was chosen for a live batch, and for how many steps it still holds."""
+
+    strategy: Strategy
+    num_live: int
+    steps: int
+
+
+class CostModelTuner:
+    """Chooses the tree, or none, that promises the most tokens per second.
+
+    `largest` bounds depth, branching, beam and budget, and names the drafters; all sequences
+    together have at most `max_rows` rows. `verify` is the measured cost of a forward pass by rows.
+    """
+
+    def __init__(self, largest: Strategy, max_rows: int, verify: Latency) -> None:
+        self._largest = largest
+        self._max_rows = max_rows
+        self._verify = verify
+        sizes = [2**power for power in range(max(1, max_rows.bit_length() - 1))]
+        # Of one level, by live sequences.
+        self._draft = Latency([(n, _DRAFT_SHARE * verify(2 * n)) for n in sizes])
+        self._gains = Gains(largest.budget, largest.depth)
+        self._trees = _trees(largest)
+        self._choice = _Choice(PLAIN, 0, 0)
+        self._plain_steps = 0
+
+    def choose(self, num_live: int) -> Strategy:
+        """See `Tuner.choose`."""
+        choice = self._choice
+        if choice.num_live != num_live or choice.steps == 0:
+            choice = self._choice = _Choice(self._best(num_live), num_live, _HOLD_STEPS)
+        choice.steps -= 1
+        if not choice.strategy.is_plain:
+            self._plain_steps = 0
+            return choice.strategy
+        self._plain_steps += 1
+        trees = self._fitting(num_live)
+        if self._plain_steps < _PROBE_STEPS or not trees:
+            return PLAIN
+        self._plain_steps = 0
+        return self._pruned(max(trees, key=lambda tree: self._rate(tree, num_live)), num_live)
+
+    def observe(self, record: StepRecord) -> None:
+        """See `Tuner.observe`."""
+        self._verify.observe(record.rows, record.verify_s)
+        if not record.strategy.is_plain:
+            self._draft.observe(record.num_live, record.draft_s / record.strategy.depth)
+            self._gains.observe(record)
+
+    def _best(self, num_live: int) -> Strategy:
+        candidates = [PLAIN, *self._fitting(num_live)]
+        rates = {tree: self._rate(tree, num_live) for tree in candidates}
+        current = replace(self._choice.strategy, min_chance=self._largest.min_chance)
+        if current.is_plain:
+            current = PLAIN
+        if current in rates:
+            rates[current] *= _HYSTERESIS
+        return self._pruned(max(candidates, key=rates.__getitem__), num_live)
+
+    def _fitting(self, num_live: int) -> list[Strategy]:
+        return [tree for tree in self._trees if num_live * (tree.budget + 1) <= self._max_rows]
+
+    def _rate(self, strategy: Strategy, num_live: int) -> float:
+        """Expected tokens per second."""
+        if strategy.is_plain:
+            return num_live / self._verify(num_live)
+        gained = self._gains.expected(strategy.budget, strategy.depth)
+        seconds = self._verify(num_live * (strategy.budget + 1))
+        seconds += strategy.depth * self._draft(num_live)
+        return num_live * (1.0 + gained) / seconds
+
+    def _pruned(self, strategy: Strategy, num_live: int) -> Strategy:
+        """Without nodes that gain less than the time of their row is worth."""
+        if strategy.is_plain:
+            return PLAIN
+        more = num_live * strategy.budget
+        per_row = (self._verify(num_live + more) - self._verify(num_live)) / more
+        chance = per_row * self._rate(strategy, num_live)
+        return replace(strategy, min_chance=max(_MIN_CHANCE, min(_MAX_CHANCE, chance)))
+
+
+def _trees(largest: Strategy) -> list[Strategy]:
+    """Budgets and depths in steps that are small where it matters."""
+    budgets = sorted(
+        {n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < largest.budget}
+    )
+    depths = [n for n in (1, 2, 3, 4, 6, 8, 12) if n < largest.depth]
+    return [
+        replace(
+            largest,
+            budget=budget,
+            depth=depth,
+            branching=min(largest.branching, budget),
+            beam=min(largest.beam, budget),
+        )
+        for budget in (*budgets, largest.budget)
+        for depth in (*depths, largest.depth)
+        if depth <= budget
+    ]

@@ -1,0 +1,195 @@
+"""Tuners on a simulated machine and drafter: no clock is read, so nothing here depends on speed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ratoon.speculation.cost_model import CostModelTuner, Gains, Latency
+from ratoon.speculation.strategy import MAX_DEPTH, PLAIN, Strategy, StrategyTable
+from ratoon.speculation.tree import Tree
+from ratoon.speculation.tuner import StepRecord, TableTuner
+from ratoon.speculation.visits import visits_by_rank
+
+LARGEST = Strategy(depth=4, branching=4, beam=4, budget=12)
+MAX_ROWS = 128
+SIZES = [2**power for power in range(8)]
+Seconds = Callable[[int], float]
+
+
+def flat(rows: int) -> float:
+    """Verification that is nearly free up to 32 rows, then not."""
+    return 0.040 + 0.0002 * rows + 0.001 * max(0, rows - 32)
+
+
+def steep(rows: int) -> float:
+    """Every row costs as much as the first."""
+    return 0.020 + 0.009 * rows
+
+
+class Machine:
+    """Runs a tuner's strategies. The drafter's nodes are right with `chances`, rank by rank."""
+
+    def __init__(self, verify: Seconds, chances: list[float], draft_s: float = 0.002) -> None:
+        self.verify, self.chances, self.draft_s = verify, chances, draft_s
+        self.source = random.Random(0)
+
+    def step(self, tuner: CostModelTuner, num_live: int) -> tuple[float, float]:
+        """Tokens and seconds of one step."""
+        strategy = tuner.choose(num_live)
+        if strategy.is_plain:
+            seconds = self.verify(num_live)
+            tuner.observe(StepRecord(strategy, num_live, num_live, num_live, 0.0, seconds))
+            return num_live, seconds
+        kept = [c for c in self.chances[: strategy.budget] if c >= strategy.min_chance]
+        visits = []
+        for rank, chance in enumerate(kept):
+            row = [0.0] * MAX_DEPTH
+            right = sum(self.source.random() < chance for _ in range(num_live)) / num_live
+            if rank < strategy.depth:
+                row[rank] = right
+            visits.append(row)
+        tokens = num_live * (1 + sum(map(sum, visits)))
+        draft_s = strategy.depth * self.draft_s
+        rows = num_live * (1 + len(kept))
+        record = StepRecord(
+            strategy,
+            num_live,
+            rows,
+            int(tokens),
+            draft_s,
+            self.verify(rows),
+            visits,
+            [1.0] * len(kept),
+        )
+        tuner.observe(record)
+        return tokens, draft_s + self.verify(rows)
+
+    def rate(self, tuner: CostModelTuner, num_live: int, steps: int) -> float:
+        """Tokens per second over some steps."""
+        made = [self.step(tuner, num_live) for _ in range(steps)]
+        return sum(tokens for tokens, _ in made) / sum(seconds for _, seconds in made)
+
+    def best_fixed(self, num_live: int) -> float:
+        """Tokens per second of the best tree of one path, known to an oracle."""
+        best = num_live / self.verify(num_live)
+        for depth in range(1, LARGEST.depth + 1):
+            if num_live * (depth + 1) <= MAX_ROWS:
+                tokens = num_live * (1 + sum(self.chances[:depth]))
+                seconds = self.verify(num_live * (depth + 1)) + depth * self.draft_s
+                best = max(best, tokens / seconds)
+        return best
+
+
+def make_tuner(verify: Seconds) -> CostModelTuner:
+    return CostModelTuner(LARGEST, MAX_ROWS, Latency([(size, verify(size)) for size in SIZES]))
+
+
+GOOD = [0.9, 0.8, 0.7, 0.6]
+FAIR = [0.6, 0.35, 0.2, 0.1]
+POISONED = [0.0] * 4
+
+
+@pytest.mark.parametrize("verify", [flat, steep], ids=["flat", "steep"])
+@pytest.mark.parametrize("chances", [GOOD, FAIR], ids=["good", "fair"])
+@pytest.mark.parametrize("num_live", [1, 4, 16, 60])
+def test_it_comes_near_the_best_fixed_tree(
+    verify: Seconds, chances: list[float], num_live: int
+) -> None:
+    machine, tuner = Machine(verify, chances), make_tuner(verify)
+    machine.rate(tuner, num_live, 50)
+    assert machine.rate(tuner, num_live, 300) > 0.93 * machine.best_fixed(num_live)
+
+
+@pytest.mark.parametrize("verify", [flat, steep], ids=["flat", "steep"])
+@pytest.mark.parametrize("num_live", [1, 4, 16, 64])
+def test_a_poisoned_drafter_costs_next_to_nothing(verify: Seconds, num_live: int) -> None:
+    machine, tuner = Machine(verify, POISONED), make_tuner(verify)
+    machine.rate(tuner, num_live, 50)
+    assert machine.rate(tuner, num_live, 500) > 0.95 * num_live / verify(num_live)
+
+
+def test_it_recovers_when_the_drafter_improves_and_stops_when_it_fails() -> None:
+    machine, tuner = Machine(flat, POISONED), make_tuner(flat)
+    machine.rate(tuner, 4, 200)
+    assert tuner.choose(4) == PLAIN
+    machine.chances = GOOD
+    machine.rate(tuner, 4, 600)
+    assert machine.rate(tuner, 4, 100) > 0.9 * machine.best_fixed(4)
+    machine.chances = POISONED
+    machine.rate(tuner, 4, 200)
+    assert machine.rate(tuner, 4, 300) > 0.95 * 4 / flat(4)
+
+
+def test_it_follows_a_machine_that_becomes_another() -> None:
+    machine, tuner = Machine(flat, FAIR), make_tuner(flat)
+    machine.rate(tuner, 16, 100)
+    machine.verify = steep
+    machine.rate(tuner, 16, 300)
+    assert machine.rate(tuner, 16, 300) > 0.9 * machine.best_fixed(16)
+
+
+def test_an_interrupted_step_changes_little() -> None:
+    tuner = make_tuner(flat)
+    tuner.observe(StepRecord(PLAIN, 4, 4, 4, 0.0, 60.0))
+    machine = Machine(flat, GOOD)
+    machine.rate(tuner, 4, 20)
+    assert machine.rate(tuner, 4, 100) > 0.9 * machine.best_fixed(4)
+
+
+def test_all_sequences_together_stay_below_the_most_rows() -> None:
+    machine, tuner = Machine(lambda rows: 0.04, GOOD), make_tuner(lambda rows: 0.04)
+    for num_live in (1, 7, 30, 60, 64, 65, 200):
+        for _ in range(100):
+            strategy = tuner.choose(num_live)
+            assert strategy.is_plain or num_live * (strategy.budget + 1) <= MAX_ROWS
+            machine.step(tuner, num_live)
+
+
+def test_latencies_lie_between_what_was_measured() -> None:
+    latency = Latency([(1, 1.0), (4, 2.0), (8, 6.0)])
+    assert [latency(size) for size in (1, 4, 6, 8)] == [1.0, 2.0, 4.0, 6.0]
+    assert latency(2) == pytest.approx(1 + 1 / 3)
+    assert latency(10) == pytest.approx(8.0)
+    for _ in range(200):
+        latency.observe(4, 3.0)
+    assert latency(4) == pytest.approx(3.0, rel=1e-3)
+    assert 1.0 < latency(1) < 1.5
+
+
+def test_a_large_tree_tells_of_smaller_ones() -> None:
+    gains = Gains(budget=4, depth=2)
+    strategy = Strategy(depth=2, budget=4)
+    row = [0.0] * MAX_DEPTH
+    visits = [[0.8, *row[1:]], [0.1, *row[1:]], [0.0, 0.6, *row[2:]], row]
+    for _ in range(400):
+        gains.observe(StepRecord(strategy, 8, 40, 8, 0.0, 0.0, visits, [1.0] * 4))
+    assert gains.expected(1, 2) == pytest.approx(0.8, abs=0.01)
+    assert gains.expected(2, 1) == pytest.approx(0.9, abs=0.01)
+    assert gains.expected(3, 2) == pytest.approx(1.5, abs=0.01)
+    assert gains.expected(3, 1) == pytest.approx(0.9, abs=0.01)
+
+
+def test_visits_are_counted_by_rank_and_depth() -> None:
+    """Row 0 drafts a path of two and a sibling; row 1 starts behind one carried token."""
+    tree = Tree(
+        tokens=torch.tensor([[5, 6, 7, 8], [5, 6, 7, 0]]),
+        parents=torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 0]]),
+        depths=torch.tensor([[0, 1, 1, 2], [0, 1, 2, 1]]),
+        chances=torch.tensor([[1.0, 0.6, 0.3, 0.5], [1.0, 1.0, 0.7, 0.0]]),
+        valid=torch.tensor([[True, True, True, True], [True, True, True, False]]),
+        sources=torch.ones(2, 4, dtype=torch.int64),
+    )
+    path = torch.tensor([[0, 1, 3], [0, 1, -1]])
+    visits, present = visits_by_rank(tree, path, torch.tensor([0, 1]))
+    assert [row[:2] for row in visits] == [[0.5, 0.0], [0.0, 0.5], [0.0, 0.0]]
+    assert present == [1.0, 0.5, 0.5]
+
+
+def test_a_table_goes_by_the_live_batch_alone() -> None:
+    deep = Strategy(depth=2)
+    tuner = TableTuner(StrategyTable([(2, deep)], slack=1))
+    assert [tuner.choose(n) for n in (5, 2, 3, 4, 3)] == [PLAIN, deep, deep, PLAIN, PLAIN]
