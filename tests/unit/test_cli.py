@@ -16,7 +16,7 @@ from ratoon.cli import main as cli
 from ratoon.cli.live import LiveDisplay, PlainDisplay, duration, make_display
 from ratoon.cli.running import open_folder, summary_table, watching
 from ratoon.clock import ManualClock
-from ratoon.config import SFTConfig, build_config
+from ratoon.config import SFTConfig, build_config, resolved_yaml
 from ratoon.errors import ConfigError, RewardError
 from ratoon.observe.summary import SUMMARY
 
@@ -145,6 +145,22 @@ def test_a_run_that_fails_before_it_begins_leaves_no_folder(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="empty data"), watching(folder):
         raise ConfigError("empty data")
     assert not folder.path.exists()
+
+
+def test_a_resume_beside_a_running_process_touches_nothing(tmp_path: Path) -> None:
+    config = build_config(SFTConfig, sft_values(tmp_path))
+    folder = open_folder(config, resume=False)
+    with watching(folder):
+        more = build_config(SFTConfig, sft_values(tmp_path) | {"epochs": None, "steps": 9})
+        folder.config.write_text(resolved_yaml(more.model_copy(update={"steps": 3})))
+        before = folder.config.read_text()
+        with (
+            pytest.raises(ConfigError, match="another process is writing"),
+            watching(open_folder(more, resume=True)),
+        ):
+            pass
+        assert folder.config.read_text() == before
+        assert folder.checkpoints.is_dir()
 
 
 def test_a_run_that_fails_later_keeps_what_it_wrote(tmp_path: Path) -> None:

@@ -35,15 +35,13 @@ def open_folder(config: RLConfig | SFTConfig | PretrainConfig, *, resume: bool) 
 
 @contextmanager
 def watching(folder: RunFolder | None) -> Iterator[Observer]:
-    """An observer with a display; a run that ends before it began leaves no folder behind."""
+    """An observer with a display, which is closed whatever happens."""
     display = make_display(Console(stderr=True))
     try:
         with Observer(folder, display) as observer:
             yield observer
     except BaseException:
         display.close(succeeded=False)
-        if folder is not None:
-            folder.remove_if_unused()
         raise
     display.close()
 

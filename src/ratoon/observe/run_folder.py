@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,14 @@ _EMPTY_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run. Example: `RunFolder(Path("runs/demo"))`."""
+    """Paths of one run. Example: `RunFolder(Path("runs/demo"))`.
+
+    `is_new` says that this process made the folder; `pending_config` is what `settle` writes.
+    """
 
     path: Path
+    is_new: bool = field(default=False, compare=False)
+    pending_config: str | None = field(default=None, compare=False)
 
     @classmethod
     def create(
@@ -45,7 +50,7 @@ class RunFolder:
                 f"`name` / `output_dir`: {path} holds another run and nothing is overwritten; "
                 "give another `name`, remove the folder, or go on with that run by --resume"
             )
-        folder = cls(path)
+        folder = cls(path, is_new=True)
         check_space(path, free_bytes)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -64,11 +69,14 @@ class RunFolder:
     def resume(cls, path: Path, *, config_yaml: str) -> RunFolder:
         """Open the folder of an earlier run to go on with it, perhaps for more `steps`.
 
+        Nothing is written yet: another process may be at work there. Who has the right to write
+        calls `settle`.
+
         Raises:
             ConfigError: there is no run, it was made with another configuration, or has done all
                 its steps.
         """
-        folder = cls(path)
+        folder = cls(path, pending_config=config_yaml)
         if not folder.config.is_file():
             raise ConfigError(
                 f"`name` / `output_dir`: {path} holds no run to resume; leave --resume out"
@@ -80,8 +88,12 @@ class RunFolder:
                 "began with, only `steps` may grow"
             )
         folder._refuse_finished(yaml.safe_load(config_yaml).get("steps"))
-        write_atomically(folder.config, config_yaml)
         return folder
+
+    def settle(self) -> None:
+        """Write the configuration that the run is resumed with; needs the right to write."""
+        if self.pending_config is not None:
+            write_atomically(self.config, self.pending_config)
 
     @property
     def config(self) -> Path:
@@ -139,7 +151,12 @@ class RunFolder:
         return self.path / "drafter"
 
     def remove_if_unused(self) -> None:
-        """Take back what `create` made, if the run ended before it wrote anything of its own."""
+        """Take back what `create` made here, if the run ended before it wrote anything of its own.
+
+        Needs the right to write. A folder that another process made is left alone.
+        """
+        if not self.is_new:
+            return
         for file in (self.metrics, self.timeline):
             if file.exists() and file.stat().st_size > _EMPTY_BYTES:
                 return
