@@ -10,7 +10,7 @@ from ratoon.bench.study import Cell, Study, cell_config, load_results, run_cell
 from ratoon.bench.study_arms import ARMS, arm_config
 from ratoon.bench.study_summary import summarise
 from ratoon.bench.study_times import Times, num_steps, seconds_until
-from ratoon.data.prepare import HELD_OUT, TRAIN
+from ratoon.data.prepare import HELD_OUT, TRAIN, tokenizer_hash
 from ratoon.data.token_file import TokenWriter
 from ratoon.errors import ConfigError
 from ratoon.est.schedule import Stage
@@ -28,8 +28,12 @@ TIMES: Times = {
 def data(tmp_path: Path) -> Path:
     folder = tmp_path / "tokens"
     folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    made_with = tokenizer_hash(folder) or ""
     for name, count in ((TRAIN, 6000), (HELD_OUT, 900)):
-        with TokenWriter(folder / name, vocab_size=270, document_end=0, tokenizer="x") as writer:
+        with TokenWriter(
+            folder / name, vocab_size=270, document_end=0, tokenizer=made_with
+        ) as writer:
             writer.add([1 + i * i % 200 for i in range(count)])
     return folder
 
