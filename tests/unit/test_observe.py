@@ -139,6 +139,15 @@ def test_a_run_is_resumed_only_with_its_own_settings_but_for_more_steps(tmp_path
         RunFolder.resume(tmp_path / "other", config_yaml="seed: 2\n")
 
 
+def test_how_rewards_are_computed_may_change_on_resume(tmp_path: Path) -> None:
+    before = "seed: 1\nsteps: 2\nreward_runtime:\n  on_error: fail\n"
+    folder = RunFolder.create(tmp_path / "run", config_yaml=before, provenance={}, free_bytes=0)
+    after = before.replace("fail", "count")
+    assert RunFolder.resume(folder.path, config_yaml=after) == folder
+    with pytest.raises(ConfigError, match="only `steps` may grow and `reward_runtime` may change"):
+        RunFolder.resume(folder.path, config_yaml=after.replace("seed: 1", "seed: 2"))
+
+
 def test_a_full_disk_is_found_before_the_work_starts(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match=r"GB free, but the run needs about 1000000000\.00"):
         check_space(tmp_path, 10**18)

@@ -17,6 +17,8 @@ from ratoon.observe.files import to_json, write_atomically
 DEFAULT_FREE_BYTES = 500_000_000
 # Size of a timeline without spans.
 _EMPTY_BYTES = 4
+# What may change when a run is resumed: a section counts with all its keys.
+_MAY_CHANGE = {"steps": "`steps` may grow", "reward_runtime": "`reward_runtime` may change"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,9 @@ class RunFolder:
     def resume(cls, path: Path, *, config_yaml: str) -> RunFolder:
         """Open the folder of an earlier run to go on with it, perhaps for more `steps`.
 
-        Nothing is written yet: another process may be at work there. Who has the right to write
-        calls `settle`.
+        How rewards are computed (`reward_runtime`) may change too: a run that a failing reward has
+        ended needs that. Nothing is written yet: another process may be at work there. Who
+        has the right to write calls `settle`.
 
         Raises:
             ConfigError: there is no run, it was made with another configuration, or has done all
@@ -82,12 +85,14 @@ class RunFolder:
                 f"`name` / `output_dir`: {path} holds no run to resume; leave --resume out"
             )
         changed = _changed_keys(folder.config.read_text(encoding="utf-8"), config_yaml)
+        values = yaml.safe_load(config_yaml)
         if changed:
+            free = [words for key, words in _MAY_CHANGE.items() if key in values]
             raise ConfigError(
                 f"{'; '.join(changed)} in {folder.config}; a run is resumed with the settings it "
-                "began with, only `steps` may grow"
+                f"began with, only {' and '.join(free)}"
             )
-        folder._refuse_finished(yaml.safe_load(config_yaml).get("steps"))
+        folder._refuse_finished(values.get("steps"))
         return folder
 
     def settle(self) -> None:
@@ -213,12 +218,12 @@ def first_free(path: Path) -> Path:
 
 
 def _changed_keys(before: str, after: str) -> list[str]:
-    """Name the settings that differ between two resolved configurations, but for `steps`."""
+    """Name the settings that differ between two resolved configurations and must not."""
     old, new = (dict(_flat("", yaml.safe_load(text))) for text in (before, after))
     return [
         f"`{key}` is {new.get(key)!r} but was {old.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key != "steps"
+        if old.get(key) != new.get(key) and key.partition(".")[0] not in _MAY_CHANGE
     ]
 
 
