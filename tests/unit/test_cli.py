@@ -73,7 +73,8 @@ def test_bad_input_ends_in_one_message_and_exit_code_2(tmp_path: Path, verb: str
 
 def test_showing_a_configuration_checks_it_and_spells_out_the_defaults(tmp_path: Path) -> None:
     config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_values(tmp_path)), encoding="utf-8")
+    values = sft_values(tmp_path) | {"model": {"path": "models/not-here"}}
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
     code, out, _ = run("config", "show", "sft", str(config), "optimizer.lr=1e-4")
     assert code == 0
     assert yaml.safe_load(out)["optimizer"]["lr"] == 1e-4

@@ -266,6 +266,9 @@ def test_a_folder_without_a_run_or_with_a_damaged_file_is_named(tmp_path: Path) 
         write_report(tmp_path / "gone")
     with pytest.raises(DataError, match="holds no run"):
         write_report(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is no folder"):
+        write_report(tmp_path / "file")
     folder = make_run(tmp_path / "demo", steps=1)
     folder.summary.write_text("{")
     with pytest.raises(DataError, match=r"summary\.json: not JSON"):
