@@ -89,6 +89,16 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
     assert "holds no run" in err
 
 
+@pytest.mark.parametrize("share", ["0", "2"])
+def test_a_share_that_cannot_be_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], share: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.app(args=["bench", "neighbour", "--model", "nowhere", "--share", share])
+    assert left.value.code == 2
+    assert f"--share {share}: must lie in (0, 1]" in capsys.readouterr().err
+
+
 def test_an_unknown_verb_is_a_usage_error() -> None:
     code, _, err = run("trian")
     assert code == 2
