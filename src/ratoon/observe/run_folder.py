@@ -47,7 +47,7 @@ class RunFolder:
             ConfigError: the folder exists and is not empty, or cannot be made.
             CapabilityError: the disk has less than `free_bytes` left.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if is_occupied(path):
             raise ConfigError(
                 f"`name` / `output_dir`: {path} holds another run and nothing is overwritten; "
                 "give another `name`, remove the folder, or go on with that run by --resume"
@@ -208,10 +208,15 @@ def check_space(path: Path, needed_bytes: int) -> None:
         )
 
 
+def is_occupied(path: Path) -> bool:
+    """Whether `path` is a file, or a folder that holds something."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
 def first_free(path: Path) -> Path:
     """`path` itself, or the first of `path-2`, `path-3`, ... that holds nothing."""
     candidate, number = path, 1
-    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+    while is_occupied(candidate):
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
