@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,16 @@ def test_a_share_that_cannot_be_is_refused_before_anything_is_measured(
     assert f"--share {share}: must lie in (0, 1]" in capsys.readouterr().err
 
 
+def test_a_model_is_not_fetched_into_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as left:
+        cli.app(args=["models", "fetch", "smollm2-135m", "--to", str(tmp_path / "file" / "x")])
+    assert left.value.code == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_an_unknown_verb_is_a_usage_error() -> None:
     code, _, err = run("trian")
     assert code == 2
@@ -172,6 +183,31 @@ def test_a_resume_beside_a_running_process_touches_nothing(tmp_path: Path) -> No
             pass
         assert folder.config.read_text() == before
         assert folder.checkpoints.is_dir()
+
+
+@pytest.mark.parametrize("length", [{}, {"epochs": None, "steps": 2}])
+def test_a_complete_run_is_not_trained_again(tmp_path: Path, length: dict[str, object]) -> None:
+    config = build_config(SFTConfig, sft_values(tmp_path) | length)
+    folder = open_folder(config, resume=False)
+    with watching(folder) as observer:
+        observer.metrics(2, {"sft/loss": 1.0})
+    folder.model.mkdir()
+    with pytest.raises(ConfigError, match="is complete after 2 steps"):
+        open_folder(config, resume=True)
+    with watching(folder) as observer:
+        # As a resumed run does that has not replaced the model yet.
+        observer.metrics(2, {"sft/eval_loss": 1.0})
+    os.utime(folder.model, (0, 0))
+    assert open_folder(config, resume=True) == folder
+
+
+def test_a_complete_run_may_go_on_for_more_steps(tmp_path: Path) -> None:
+    values = sft_values(tmp_path) | {"epochs": None}
+    folder = open_folder(build_config(SFTConfig, values | {"steps": 2}), resume=False)
+    with watching(folder) as observer:
+        observer.metrics(2, {"sft/loss": 1.0})
+    folder.model.mkdir()
+    assert open_folder(build_config(SFTConfig, values | {"steps": 3}), resume=True) == folder
 
 
 def test_a_run_that_fails_later_keeps_what_it_wrote(tmp_path: Path) -> None:

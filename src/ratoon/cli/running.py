@@ -24,12 +24,14 @@ def open_folder(config: RLConfig | SFTConfig | PretrainConfig, *, resume: bool) 
     """Make the run's folder, or open the one to resume.
 
     Raises:
-        ConfigError: it holds another run, or none to resume.
+        ConfigError: it holds another run, or none to resume, or one that is complete.
         CapabilityError: the disk is too full.
     """
     path, text = config.output_dir / config.name, resolved_yaml(config)
     if resume:
-        return RunFolder.resume(path, config_yaml=text)
+        folder = RunFolder.resume(path, config_yaml=text)
+        folder.refuse_complete(config.steps)
+        return folder
     return RunFolder.create(path, config_yaml=text, provenance=provenance(config.seed))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ratoon.errors import CapabilityError, ConfigError
-from ratoon.observe.files import to_json, write_atomically
+from ratoon.observe.files import read_lines, to_json, write_atomically
 
 DEFAULT_FREE_BYTES = 500_000_000
 # Size of a timeline without spans.
@@ -172,6 +172,23 @@ class RunFolder:
         for folder in (*self._folders(), self.path):
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+    def refuse_complete(self, steps: int | None) -> None:
+        """Refuse to train again what has been trained: the model was saved after the last step.
+
+        `steps` is None for a run whose length follows from its data.
+
+        Raises:
+            ConfigError: the run is complete.
+        """
+        if not (self.model.is_dir() and self.metrics.is_file()):
+            return
+        # A resumed run records before it replaces the model of the shorter one.
+        is_newest = self.model.stat().st_mtime_ns >= self.metrics.stat().st_mtime_ns
+        done = max((row["step"] for row in read_lines(self.metrics)), default=0)
+        if is_newest and (steps is None or done >= steps):
+            advice = "give another `name`" if steps is None else "raise `steps` to go on with it"
+            raise ConfigError(f"the run in {self.path} is complete after {done} steps; {advice}")
 
     def _refuse_finished(self, steps: int | None) -> None:
         done = max(
