@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from ratoon.config import PretrainConfig, build_config, resolved_yaml
 from ratoon.config.load import apply_overrides
-from ratoon.data.prepare import HELD_OUT, TRAIN, train_tokenizer
+from ratoon.data.prepare import HELD_OUT, TRAIN, tokenizer_hash, train_tokenizer
 from ratoon.data.token_file import TokenWriter
 from ratoon.loop.pretrain_run import PretrainResult, pretrain
 from ratoon.observe.observer import Observer
@@ -52,10 +53,17 @@ def make_data(folder: Path) -> None:
             folder / name,
             vocab_size=VOCABULARY,
             document_end=0,
-            tokenizer="made by hand",
+            tokenizer=tokenizer_hash(folder) or "",
         ) as writer:
             ids = np.cumsum(generator.integers(1, 4, count)) % (VOCABULARY - 1) + 1
             writer.add(ids.tolist())
+
+
+def change_header(file: Path, **values: Any) -> None:
+    """Write other values into a token file's header; its ids stay."""
+    whole = file.read_bytes()
+    header = json.dumps(json.loads(whole[:4096]) | values).encode()
+    file.write_bytes(header.ljust(4095) + b"\n" + whole[4096:])
 
 
 def make_config(data: Path, name: str, *overrides: str, **sections: Any) -> PretrainConfig:

@@ -98,6 +98,19 @@ def test_a_model_that_is_not_supported_is_refused(
         assert "LlamaForCausalLM" in message
 
 
+def test_what_does_not_belong_to_the_model_is_refused(
+    capsys: pytest.CaptureFixture[str], lab: Lab
+) -> None:
+    message = refused(capsys, lab, f"drafter.path={lab.model}")
+    assert message.startswith(f"drafter.path = {lab.model}: ")
+    model = Path(shutil.copytree(lab.model, lab.folder / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))
+    for verb in ("rl", "sft"):
+        message = refused(capsys, lab, f"model.path={model}", verb=verb)
+        assert "config.json says vocab_size = 8" in message
+
+
 def test_a_truncated_checkpoint_is_refused(capsys: pytest.CaptureFixture[str], lab: Lab) -> None:
     model = Path(shutil.copytree(lab.model, lab.folder / "model"))
     weights = model / "model.safetensors"
@@ -140,5 +153,7 @@ def test_a_quickstart_never_overwrites(capsys: pytest.CaptureFixture[str], tmp_p
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     assert command_line("quickstart", "--tiny", "--output", str(tmp_path / "mine")) == 2
-    assert "holds another run" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "mine holds something" in message
+    assert "--resume" not in message
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]

@@ -9,15 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from pretraining import EVOLVE, VALUES, CutShort, EndsAt, make_config, make_data, open_folder, run
+from pretraining import (
+    EVOLVE,
+    VALUES,
+    CutShort,
+    EndsAt,
+    change_header,
+    make_config,
+    make_data,
+    open_folder,
+    run,
+)
 from typer.testing import CliRunner
 
 from ratoon.cli.main import app
-from ratoon.data.prepare import TRAIN
-from ratoon.errors import ConfigError, RatoonError
+from ratoon.data.prepare import HELD_OUT, TRAIN, tokenizer_hash
+from ratoon.errors import CapabilityError, ConfigError, RatoonError
 from ratoon.est.sliced_forward import hidden_states
 from ratoon.est.subnetwork import Shape, Subnetwork
-from ratoon.loop.pretrain_plan import activation_bytes, plan_run
+from ratoon.loop.memory import activation_bytes
+from ratoon.loop.pretrain_plan import plan_run
 from ratoon.loop.pretrain_run import pretrain
 from ratoon.models.decoder import Decoder
 from ratoon.models.hf_config import family_config
@@ -63,7 +74,7 @@ def stages(*entries: dict[str, float]) -> dict[str, Any]:
             stages({"start": 0, "layers": 1.5}, {"start": 0.5}),
             "layers.*must be less than or equal to 1",
         ),
-        (stages({"start": 0, "heads": 0.1}, {"start": 0.5}), "0.1 leaves none of 4 heads"),
+        (stages({"start": 0, "heads": 0.1}, {"start": 0.5}), "stages, stage 0: .* none of 4 heads"),
         (stages({"start": 0, "layers": 0.1}, {"start": 0.5}), "0.1 leaves none of 4 layers"),
         (stages({"start": 0, "layers": 0.5}, {"start": 1.0}), "start.*must be less than 1"),
         (stages({"start": 0.1, "layers": 0.5}, {"start": 0.5}), "the first must start at 0"),
@@ -148,6 +159,57 @@ def test_a_damaged_data_file_is_refused(data: Path, tmp_path: Path) -> None:
     refused(folder, match="cannot be read")
 
 
+@pytest.mark.parametrize("name", [TRAIN, HELD_OUT])
+@pytest.mark.parametrize(
+    ("header", "match"),
+    [
+        ({"count": "x"}, "count 'x', expected a whole number >= 0"),
+        ({"vocab_size": "many"}, "vocab_size 'many', expected a whole number >= 1"),
+        ({"vocab_size": 0}, "vocab_size 0, expected a whole number >= 1"),
+        ({"document_end": 300}, "document_end 300, expected less than vocab_size 300"),
+        ({"sha256": None}, "sha256 None, expected text"),
+        ({"dtype": []}, r"dtype \[\]"),
+        ({"vocab_size": 50}, "header promises ids below vocab_size = 50"),
+        ({"tokenizer": "ab" * 32}, "was not made with the tokenizer in"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(
+    data: Path, tmp_path: Path, name: str, header: dict[str, Any], match: str
+) -> None:
+    folder = damaged(data, tmp_path)
+    change_header(folder / name, **header)
+    refused(folder, match=f"{name}: .*{match}")
+
+
+@pytest.mark.parametrize("name", [TRAIN, HELD_OUT])
+def test_an_id_beyond_the_vocabulary_is_refused(data: Path, tmp_path: Path, name: str) -> None:
+    folder = damaged(data, tmp_path)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[:4106] + b"\xff\xff" + whole[4108:])
+    refused(folder, match=f"{name}: token 5 has the id 65535.*below vocab_size = 300")
+
+
+def test_held_out_tokens_of_another_vocabulary_are_refused(data: Path, tmp_path: Path) -> None:
+    folder = damaged(data, tmp_path)
+    change_header(folder / HELD_OUT, vocab_size=400)
+    refused(folder, match="a vocabulary of 400 tokens, train.tokens one of 300")
+
+
+def test_data_without_its_tokenizer_are_refused(data: Path, tmp_path: Path) -> None:
+    folder = damaged(data, tmp_path)
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    refused(folder, match="was not made with the tokenizer in")
+    (folder / "tokenizer.json").unlink()
+    refused(folder, match="holds no tokenizer")
+
+
+def test_a_model_that_memory_cannot_hold_is_refused(data: Path) -> None:
+    huge = make_config(data, "huge", "model.shape.width=65536", "model.shape.layers=8")
+    with pytest.raises(CapabilityError, match=r"need about .* GB of memory, and .* GB are free"):
+        pretrain(huge, None, Observer())
+
+
 def test_text_that_is_not_utf8_makes_no_data(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"No\xebl, p\xe2te " * 50)
     command = ["data", "prepare", str(tmp_path / "out"), str(tmp_path / "text.txt")]
@@ -161,8 +223,14 @@ def test_a_tokenizer_that_did_not_make_the_data_is_refused(data: Path, tmp_path:
     """A model to go on with brings its own tokenizer."""
     folder, _ = run(make_config(data, "goes-on", "steps=3"))
     model = {"path": str(folder.model), "dtype": "float32"}
+    assert plan_run(make_config(data, "same-tokenizer", model=model)).model.vocab_size == 300
+    other = damaged(data, tmp_path)
+    with (other / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    for name in (TRAIN, HELD_OUT):
+        change_header(other / name, tokenizer=tokenizer_hash(other))
     with pytest.raises(ConfigError, match="was not made with the tokenizer of model"):
-        plan_run(make_config(data, "other-tokenizer", model=model))
+        plan_run(make_config(other, "other-tokenizer", model=model))
 
 
 def cut(data: Path, name: str, **sections: Any) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from ratoon.cli import main as cli
 from ratoon.cli.live import LiveDisplay, PlainDisplay, duration, make_display
 from ratoon.cli.running import open_folder, summary_table, watching
 from ratoon.clock import ManualClock
-from ratoon.config import SFTConfig, build_config
+from ratoon.config import SFTConfig, build_config, resolved_yaml
 from ratoon.errors import ConfigError, RewardError
 from ratoon.observe.summary import SUMMARY
 
@@ -73,7 +74,8 @@ def test_bad_input_ends_in_one_message_and_exit_code_2(tmp_path: Path, verb: str
 
 def test_showing_a_configuration_checks_it_and_spells_out_the_defaults(tmp_path: Path) -> None:
     config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_values(tmp_path)), encoding="utf-8")
+    values = sft_values(tmp_path) | {"model": {"path": "models/not-here"}}
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
     code, out, _ = run("config", "show", "sft", str(config), "optimizer.lr=1e-4")
     assert code == 0
     assert yaml.safe_load(out)["optimizer"]["lr"] == 1e-4
@@ -86,6 +88,26 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
     code, _, err = run("report", str(tmp_path))
     assert code == 2
     assert "holds no run" in err
+
+
+@pytest.mark.parametrize("share", ["0", "2"])
+def test_a_share_that_cannot_be_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], share: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.app(args=["bench", "neighbour", "--model", "nowhere", "--share", share])
+    assert left.value.code == 2
+    assert f"--share {share}: must lie in (0, 1]" in capsys.readouterr().err
+
+
+def test_a_model_is_not_fetched_into_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as left:
+        cli.app(args=["models", "fetch", "smollm2-135m", "--to", str(tmp_path / "file" / "x")])
+    assert left.value.code == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_an_unknown_verb_is_a_usage_error() -> None:
@@ -145,6 +167,47 @@ def test_a_run_that_fails_before_it_begins_leaves_no_folder(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="empty data"), watching(folder):
         raise ConfigError("empty data")
     assert not folder.path.exists()
+
+
+def test_a_resume_beside_a_running_process_touches_nothing(tmp_path: Path) -> None:
+    config = build_config(SFTConfig, sft_values(tmp_path))
+    folder = open_folder(config, resume=False)
+    with watching(folder):
+        more = build_config(SFTConfig, sft_values(tmp_path) | {"epochs": None, "steps": 9})
+        folder.config.write_text(resolved_yaml(more.model_copy(update={"steps": 3})))
+        before = folder.config.read_text()
+        with (
+            pytest.raises(ConfigError, match="another process is writing"),
+            watching(open_folder(more, resume=True)),
+        ):
+            pass
+        assert folder.config.read_text() == before
+        assert folder.checkpoints.is_dir()
+
+
+@pytest.mark.parametrize("length", [{}, {"epochs": None, "steps": 2}])
+def test_a_complete_run_is_not_trained_again(tmp_path: Path, length: dict[str, object]) -> None:
+    config = build_config(SFTConfig, sft_values(tmp_path) | length)
+    folder = open_folder(config, resume=False)
+    with watching(folder) as observer:
+        observer.metrics(2, {"sft/loss": 1.0})
+    folder.model.mkdir()
+    with pytest.raises(ConfigError, match="is complete after 2 steps"):
+        open_folder(config, resume=True)
+    with watching(folder) as observer:
+        # As a resumed run does that has not replaced the model yet.
+        observer.metrics(2, {"sft/eval_loss": 1.0})
+    os.utime(folder.model, (0, 0))
+    assert open_folder(config, resume=True) == folder
+
+
+def test_a_complete_run_may_go_on_for_more_steps(tmp_path: Path) -> None:
+    values = sft_values(tmp_path) | {"epochs": None}
+    folder = open_folder(build_config(SFTConfig, values | {"steps": 2}), resume=False)
+    with watching(folder) as observer:
+        observer.metrics(2, {"sft/loss": 1.0})
+    folder.model.mkdir()
+    assert open_folder(build_config(SFTConfig, values | {"steps": 3}), resume=True) == folder
 
 
 def test_a_run_that_fails_later_keeps_what_it_wrote(tmp_path: Path) -> None:

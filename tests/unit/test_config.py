@@ -146,6 +146,9 @@ def test_yaml_has_no_octal_no_text_numbers_no_dates_and_no_double_keys() -> None
     assert values == {"a": 1e-5, "b": 10, "c": "2026-01-01", "d": 1000, "e": 0.5, "f": -3, "g": 1.0}
     with pytest.raises(ConfigError, match=r"key `a` is given twice.*line 2"):
         parse_yaml("a: 1\na: 2\n", "x")
+    for key in ("{a: 1}: 2", "? [a]\n: 2"):
+        with pytest.raises(ConfigError, match="x: line 1 has a list or section as a key"):
+            parse_yaml(key, "x")
     with pytest.raises(ConfigError, match="not valid YAML"):
         parse_yaml("a: [", "x")
 
@@ -153,6 +156,11 @@ def test_yaml_has_no_octal_no_text_numbers_no_dates_and_no_double_keys() -> None
 def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml does not exist"):
         load_config(RLConfig, tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match="is a directory; give a YAML file"):
+        load_config(RLConfig, tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"seed: 1\nname: No\xebl\n")
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 0xeb in line 2\)"):
+        load_config(RLConfig, tmp_path / "latin.yaml")
     (tmp_path / "empty.yaml").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"empty\.yaml must hold"):
         load_config(RLConfig, tmp_path / "empty.yaml")

@@ -92,7 +92,7 @@ def test_bad_files_are_refused_by_file_row_and_column(
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     section = _jsonl(tmp_path / "gone.jsonl", {"question": "a", "gold": "1"})
     (tmp_path / "gone.jsonl").write_bytes(b'{"question": "\xff\xfe"}')
-    with pytest.raises(DataError, match=r"gone\.jsonl: is not UTF-8"):
+    with pytest.raises(DataError, match=r"gone\.jsonl, row 0 \(line 1\): is not UTF-8"):
         load_prompts(section, tokenizer, split="train", style=STYLE)
     (tmp_path / "gone.jsonl").unlink()
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):

@@ -142,6 +142,9 @@ def test_pinning_that_leaves_other_layers_out_for_good_is_refused() -> None:
         RandomSampler(SHAPE, 0, pinned_layers=(0, 1, 2)).check(HALVES, 4)
     with pytest.raises(ConfigError, match="does not exist"):
         RandomSampler(SHAPE, 0, pinned_layers=(6,))
+    everything = tuple(range(SHAPE.num_layers))
+    with pytest.raises(ConfigError, match=r"no effect because all .* layers are pinned"):
+        RandomSampler(SHAPE, 0, pinned_layers=everything).check(HALVES, 4)
 
 
 def test_per_sample_depth_runs_each_layer_on_its_own_share_of_the_sequences() -> None:

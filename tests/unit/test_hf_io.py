@@ -167,6 +167,7 @@ def test_what_the_decoder_cannot_compute_is_refused_by_name(
         ({"vocab_size": None}, "vocab_size is None"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"hidden_size": 65, "head_dim": None}, "hidden_size = 65 is no multiple of .* = 4"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"rope_parameters": {**LLAMA3, "factor": None}}, "factor"),
     ],

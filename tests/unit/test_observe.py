@@ -129,12 +129,23 @@ def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_a_run_is_resumed_only_with_its_own_settings_but_for_more_steps(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "demo")
-    assert RunFolder.resume(folder.path, config_yaml="seed: 1\nsteps: 9\n") == folder
-    assert folder.config.read_text() == "seed: 1\nsteps: 9\n"
+    resumed = RunFolder.resume(folder.path, config_yaml="seed: 1\nsteps: 9\n")
+    assert resumed == folder
+    with Observer(resumed):
+        assert folder.config.read_text() == "seed: 1\nsteps: 9\n"
     with pytest.raises(ConfigError, match="`seed` is 2 but was 1"):
         RunFolder.resume(folder.path, config_yaml="seed: 2\nsteps: 9\n")
     with pytest.raises(ConfigError, match="holds no run to resume"):
         RunFolder.resume(tmp_path / "other", config_yaml="seed: 2\n")
+
+
+def test_how_rewards_are_computed_may_change_on_resume(tmp_path: Path) -> None:
+    before = "seed: 1\nsteps: 2\nreward_runtime:\n  on_error: fail\n"
+    folder = RunFolder.create(tmp_path / "run", config_yaml=before, provenance={}, free_bytes=0)
+    after = before.replace("fail", "count")
+    assert RunFolder.resume(folder.path, config_yaml=after) == folder
+    with pytest.raises(ConfigError, match="only `steps` may grow and `reward_runtime` may change"):
+        RunFolder.resume(folder.path, config_yaml=after.replace("seed: 1", "seed: 2"))
 
 
 def test_a_full_disk_is_found_before_the_work_starts(tmp_path: Path) -> None:
@@ -216,3 +227,22 @@ def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
         Observer(folder)
     with Observer(folder):
         assert not [path for path in folder.path.iterdir() if "lock" in path.name]
+
+
+def test_who_may_not_write_changes_and_takes_back_nothing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    with Observer(folder):
+        before = {path: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+        other = RunFolder.resume(folder.path, config_yaml="seed: 1\nsteps: 9\n")
+        with pytest.raises(ConfigError, match="another process is writing"), Observer(other):
+            pass
+        after = {path: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+        assert after == before
+
+
+def test_a_resumed_run_that_ends_at_once_leaves_the_folder(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    resumed = RunFolder.resume(folder.path, config_yaml="seed: 1\nsteps: 9\n")
+    with pytest.raises(KeyboardInterrupt), Observer(resumed):
+        raise KeyboardInterrupt
+    assert folder.provenance.is_file()

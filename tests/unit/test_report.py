@@ -266,6 +266,9 @@ def test_a_folder_without_a_run_or_with_a_damaged_file_is_named(tmp_path: Path) 
         write_report(tmp_path / "gone")
     with pytest.raises(DataError, match="holds no run"):
         write_report(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is no folder"):
+        write_report(tmp_path / "file")
     folder = make_run(tmp_path / "demo", steps=1)
     folder.summary.write_text("{")
     with pytest.raises(DataError, match=r"summary\.json: not JSON"):
@@ -280,6 +283,7 @@ def test_a_fine_tuning_run_shows_its_losses(tmp_path: Path) -> None:
         observer.metrics(0, {"sft/eval_loss": 2.5})
         for step in (1, 2, 3):
             observer.metrics(step, {"sft/loss": 2.0 / step, "sft/tokens_per_s": 400.0})
+            observer.metrics(step, {"time/step_s": 1.5})
         observer.metrics(3, {"sft/eval_loss": 0.75})
     page = write_report(folder.path).read_text(encoding="utf-8")
     check(page)
@@ -287,6 +291,8 @@ def test_a_fine_tuning_run_shows_its_losses(tmp_path: Path) -> None:
     for words in ("2.500 → 0.750", "2.000 → 0.667", "400 tokens per second", "held out"):
         assert words in text
     assert "has not ended" not in text
+    assert "no step times" not in text
+    assert "update 100%" in text
 
 
 def test_later_records_of_a_step_complete_earlier_ones(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_the_page_shows_losses_savings_and_switches(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path / "run").path).read_text(encoding="utf-8")
     for axis in ("tokens", "time of training", "counted operations"):
         assert f"Loss against {axis}" in page
+    assert "&quot;across&quot;:&quot;step&quot;" not in page
     assert "<small>8.300 →</small> 5.125" in page
     assert "25.0%" in page
     assert "37.5% as the paper" in page

@@ -148,6 +148,10 @@ def test_a_function_of_a_file_sees_response_answer_and_fields(tmp_path: Path) ->
         ("def score(:\n", "score", "SyntaxError"),
         ("import a_package_that_is_not_there\n", "score", "a_package_that_is_not_there"),
         ("raise RuntimeError('at import')\n", "score", "at import"),
+        ("import sys\nsys.exit(3)\n", "score", "SystemExit: 3"),
+        ("def score(response, answer): return 1\n", "score", r"takes \(response, answer\), but"),
+        ("def score(response, *, answer, fields): return 1\n", "score", "three positional"),
+        ("def score(a, b, c, d): return 1\n", "score", "missing a required argument: 'd'"),
         ("other = 1\n", "score", "does not exist"),
         ("score = 1\n", "score", "is no function"),
     ],
@@ -161,6 +165,21 @@ def test_a_function_that_cannot_be_imported_is_a_config_error(
     with pytest.raises(ConfigError, match=complaint) as caught:
         build_rewards([{"kind": "python", "function": f"{file}:{name}"}]).load()
     assert "broken.py" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "def score(*parts): return 1.0\n",
+        "def score(response, answer, fields, scale=2): return 1.0\n",
+        "class score:\n    def __init__(self, *parts): pass\n    def __float__(self): return 1.0\n",
+        "score = max\n",
+    ],
+)
+def test_whatever_takes_three_arguments_can_be_a_reward(tmp_path: Path, content: str) -> None:
+    (tmp_path / "fine.py").write_text(content)
+    rewards = [{"kind": "python", "function": f"{tmp_path / 'fine.py'}:score"}]
+    build_rewards(rewards).load()
 
 
 def test_a_module_that_does_not_exist_is_a_config_error() -> None:

@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from ratoon.bench import study, study_arms
 from ratoon.bench.study import Cell, Study, cell_config, load_results, run_cell
 from ratoon.bench.study_arms import ARMS, arm_config
 from ratoon.bench.study_summary import summarise
 from ratoon.bench.study_times import Times, num_steps, seconds_until
-from ratoon.data.prepare import HELD_OUT, TRAIN
+from ratoon.cli.main import app
+from ratoon.data.prepare import HELD_OUT, TRAIN, tokenizer_hash
 from ratoon.data.token_file import TokenWriter
 from ratoon.errors import ConfigError
 from ratoon.est.schedule import Stage
@@ -28,8 +30,12 @@ TIMES: Times = {
 def data(tmp_path: Path) -> Path:
     folder = tmp_path / "tokens"
     folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    made_with = tokenizer_hash(folder) or ""
     for name, count in ((TRAIN, 6000), (HELD_OUT, 900)):
-        with TokenWriter(folder / name, vocab_size=270, document_end=0, tokenizer="x") as writer:
+        with TokenWriter(
+            folder / name, vocab_size=270, document_end=0, tokenizer=made_with
+        ) as writer:
             writer.add([1 + i * i % 200 for i in range(count)])
     return folder
 
@@ -102,6 +108,29 @@ def test_an_unknown_arm_or_a_study_without_the_full_model_is_refused(tmp_path: P
         make_study(tmp_path, tmp_path, arms=("full", "nonsense"))
     with pytest.raises(ConfigError, match="full is missing"):
         make_study(tmp_path, tmp_path, arms=("random_staged",))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--lrs", "abc"], "--lrs abc: must be numbers"),
+        (["--lrs", "0"], "lrs: 0 must be a learning rate > 0"),
+        (["--budgets", "1,x"], "--budgets 1,x: must be numbers"),
+        (["--budgets", "0"], "budgets: 0 must be a share > 0"),
+        (["--budgets", "inf"], "budgets: inf must be a share > 0"),
+        ([], "cannot be read"),
+        (["--show"], "holds no finished run"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused_before_anything_is_timed(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    command = ["bench", "pretrain", str(tmp_path / "data"), "--results", str(tmp_path / "results")]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 2
+    assert words in result.output.replace("\n", " ")
+    assert "timing" not in result.output
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.usefixtures("small")

@@ -16,7 +16,7 @@ from ratoon.cli.main import app
 from ratoon.data.documents import documents
 from ratoon.data.prepare import HELD_OUT, TRAIN, prepare, tokenizer_hash
 from ratoon.data.token_file import SequenceOrder, TokenFile, TokenWriter, read_header
-from ratoon.errors import CapabilityError, ConfigError, DataError
+from ratoon.errors import CapabilityError, CheckpointError, ConfigError, DataError
 from ratoon.models.tokenizer import Tokenizer
 
 WORDS = ("seed", "root", "stalk", "leaf", "crop", "field", "rain", "sun")
@@ -134,6 +134,7 @@ def test_all_kinds_of_files_give_their_documents(tmp_path: Path, corpus: Path) -
         ("x.txt.xz", b"no archive", "x.txt.xz: cannot be read"),
         ("x.txt.xz", lzma.compress(b"a" * 9999)[:-40], "x.txt.xz: cannot be read"),
         ("x.tar", b"no archive", "x.tar: cannot be read"),
+        ("x.txt.gz", b"\x1f\x8b\x08\x00garbage", "x.txt.gz: cannot be read"),
     ],
 )
 def test_bad_input_is_one_clear_error(tmp_path: Path, name: str, data: bytes, words: str) -> None:
@@ -206,6 +207,8 @@ def test_what_cannot_be_prepared_leaves_nothing(tmp_path: Path, corpus: Path) ->
         prepare([corpus], target, train_bpe=300, held_out=1.0)
     with pytest.raises(ConfigError, match="either a tokenizer"):
         prepare([corpus], target)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path / 'nowhere'}: holds no tokenizer"):
+        prepare([corpus], target, tokenizer=tmp_path / "nowhere")
     assert not target.exists()
     assert not list(tmp_path.glob(".data*"))
 

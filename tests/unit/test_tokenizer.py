@@ -58,6 +58,8 @@ def test_without_a_template_prompts_are_plain_text(tiny: Path) -> None:
     assert tokenizer.prompt("ab") == tokenizer.encode("ab")
     with pytest.raises(CapabilityError, match="system message"):
         tokenizer.prompt("ab", system="be brief")
+    with pytest.raises(CapabilityError, match=r"no chat template.*data\.chat_template: false"):
+        tokenizer.prompt("ab", chat_template=True)
     with pytest.raises(CapabilityError, match="no chat template"):
         tokenizer.chat([{"role": "user", "content": "ab"}])
 
@@ -124,6 +126,11 @@ def test_a_model_that_never_ends_is_refused(tiny: Path) -> None:
 
 
 def test_a_directory_without_or_with_a_broken_tokenizer_is_named(tiny: Path) -> None:
+    shape = json.loads((tiny / "config.json").read_text())
+    _change(tiny, "config.json", hidden_size=65)
+    with pytest.raises(CheckpointError, match=f"{tiny}.*cannot be loaded"):
+        Tokenizer.load(tiny)
+    _change(tiny, "config.json", **shape)
     (tiny / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=f"{tiny}.*cannot be loaded"):
         Tokenizer.load(tiny)

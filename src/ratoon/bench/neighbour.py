@@ -22,8 +22,10 @@ from ratoon.bench.subject import Subject, decode, load_subject
 from ratoon.bench.timing import interleaved, ratio_interval, worker_environment, worker_process
 from ratoon.config.speculation import Spot
 from ratoon.drafter.trainer import TrainerOptions
+from ratoon.errors import ConfigError
 from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.observe.provenance import provenance
+from ratoon.processes import end_with_parent
 
 LIVE_BATCHES = (1, 4)
 BAR = 0.03
@@ -44,9 +46,11 @@ def run(
     measurements beside a waiting one, with a bootstrap interval; `between_waiting` is the same
     between those two: how much the machine itself moves. The bar is met by the upper end.
 
-    Raises: CheckpointError if model or drafter cannot be read.
+    Raises: CheckpointError if model or drafter cannot be read; ConfigError for another share.
     """
     share = Spot().share if share is None else share
+    if not 0 < share <= 1:
+        raise ConfigError(f"--share {share:g}: must lie in (0, 1]")
     with _neighbour(share, seed) as neighbour, worker_process() as process:
         rows = _rows(process.submit(_measure, model, drafter, rounds, neighbour).result())
     return {
@@ -122,6 +126,7 @@ def _neighbour(share: float, seed: int) -> Iterator[Connection]:
 
 
 def _train_on_demand(orders: Connection, share: float, seed: int) -> None:
+    end_with_parent(lambda: None)
     torch.set_num_threads(1)
     session = spot_session(TrainerOptions(compute_dtype=DTYPES[fast_dtype()]), seed)
     while True:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -31,6 +32,7 @@ from ratoon.data.token_file import TokenFile
 from ratoon.errors import ConfigError
 from ratoon.est.schedule import Stage
 from ratoon.loop.pretrain_run import pretrain
+from ratoon.loop.pretrain_setup import open_data
 from ratoon.observe.observer import Observer
 from ratoon.observe.provenance import provenance
 from ratoon.observe.run_folder import RunFolder
@@ -57,6 +59,12 @@ class Study:
     tokens: int
 
     def __post_init__(self) -> None:
+        for budget in self.budgets:
+            if not 0 < budget < math.inf:
+                raise ConfigError(f"budgets: {budget:g} must be a share > 0 of the full model's")
+        for lr in self.lrs:
+            if not 0 < lr < 1:
+                raise ConfigError(f"lrs: {lr:g} must be a learning rate > 0 and < 1")
         unknown = sorted(set(self.arms) - ARMS.keys())
         if unknown or "full" not in self.arms:
             raise ConfigError(
@@ -80,6 +88,12 @@ def run(study: Study, processes: int, say: Say) -> list[dict[str, Any]]:
 
     Raises: ConfigError, DataError if the study cannot begin.
     """
+    for arm in study.arms:
+        open_data(
+            arm_config(
+                arm, study.data, steps=1000, lr=1e-3, seed=0, name=arm, output_dir=study.work
+            )
+        )
     study.results.mkdir(parents=True, exist_ok=True)
     times = _times(study, say)
     first = [
@@ -110,10 +124,13 @@ def best_rates(results: Iterable[dict[str, Any]]) -> dict[tuple[str, float], flo
 
 
 def load_results(folder: Path) -> list[dict[str, Any]]:
-    """All stored cells, whatever study they are of."""
-    return [
-        json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("cell-*.json"))
-    ]
+    """All stored cells, whatever study they are of. Raises: ConfigError if there is none."""
+    files = sorted(folder.glob("cell-*.json"))
+    if not files:
+        raise ConfigError(
+            f"results = {folder} holds no finished run (cell-*.json); give the folder of a study"
+        )
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def _times(study: Study, say: Say) -> Times:

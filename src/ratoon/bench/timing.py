@@ -15,6 +15,7 @@ import torch
 
 from ratoon.bench.intervals import median_interval
 from ratoon.cluster.local import ENVIRONMENT
+from ratoon.processes import end_with_parent
 
 T = TypeVar("T")
 
@@ -91,12 +92,17 @@ def worker_environment() -> Iterator[SpawnContext]:
                 os.environ[name] = value
 
 
+def _begin_measuring() -> None:
+    end_with_parent(lambda: None)
+    torch.set_num_threads(1)
+
+
 @contextmanager
 def worker_process() -> Iterator[ProcessPoolExecutor]:
     """A process like a run's workers to measure in."""
     with (
         worker_environment() as context,
-        ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as pool,
+        ProcessPoolExecutor(1, context, _begin_measuring) as pool,
     ):
         # A process starts with its first job.
         pool.submit(torch.get_num_threads).result()

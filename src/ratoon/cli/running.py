@@ -24,26 +24,26 @@ def open_folder(config: RLConfig | SFTConfig | PretrainConfig, *, resume: bool) 
     """Make the run's folder, or open the one to resume.
 
     Raises:
-        ConfigError: it holds another run, or none to resume.
+        ConfigError: it holds another run, or none to resume, or one that is complete.
         CapabilityError: the disk is too full.
     """
     path, text = config.output_dir / config.name, resolved_yaml(config)
     if resume:
-        return RunFolder.resume(path, config_yaml=text)
+        folder = RunFolder.resume(path, config_yaml=text)
+        folder.refuse_complete(config.steps)
+        return folder
     return RunFolder.create(path, config_yaml=text, provenance=provenance(config.seed))
 
 
 @contextmanager
 def watching(folder: RunFolder | None) -> Iterator[Observer]:
-    """An observer with a display; a run that ends before it began leaves no folder behind."""
+    """An observer with a display, which is closed whatever happens."""
     display = make_display(Console(stderr=True))
     try:
         with Observer(folder, display) as observer:
             yield observer
     except BaseException:
         display.close(succeeded=False)
-        if folder is not None:
-            folder.remove_if_unused()
         raise
     display.close()
 

@@ -49,8 +49,8 @@ def study(
             results=results,
             work=work,
             arms=tuple(ARMS) if arms == "all" else tuple(arms.split(",")),
-            budgets=tuple(float(budget) for budget in budgets.split(",")),
-            lrs=tuple(float(lr) for lr in lrs.split(",")),
+            budgets=_numbers("--budgets", budgets),
+            lrs=_numbers("--lrs", lrs),
             seeds=seeds,
             tokens=tokens,
         )
@@ -62,6 +62,18 @@ def study(
         typer.echo(json.dumps(record, indent=2))
     else:
         Console().print(_table(record["rows"]))
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    """The numbers of an option. Raises: ConfigError if one is none."""
+    from ratoon.errors import ConfigError
+
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"{option} {text}: must be numbers with commas between, such as 0.5,1"
+        ) from None
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

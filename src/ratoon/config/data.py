@@ -74,8 +74,10 @@ class RLData(Settings):
     system_prompt: str | None = Field(
         None, description="System message put before each prompt; null = none."
     )
-    chat_template: bool = Field(
-        True, description="Wrap prompts in the model's chat template; false = plain text."
+    chat_template: bool | None = Field(
+        None,
+        description="Wrap prompts in the model's chat template; null = where it has one, false = "
+        "plain text.",
     )
 
     @model_validator(mode="after")
@@ -85,14 +87,14 @@ class RLData(Settings):
         return self
 
 
-def check_template(system_prompt: str | None, chat_template: bool) -> None:
+def check_template(system_prompt: str | None, chat_template: bool | None) -> None:
     """Refuse a system message that no template would show.
 
     Raises:
-        ValueError: there is a system message but no chat template.
+        ValueError: there is a system message but the chat template is off.
     """
     require(
-        system_prompt is None or chat_template,
+        system_prompt is None or chat_template is not False,
         "data.system_prompt would have no effect because data.chat_template is false; "
         "write it into the prompts or switch the template on",
     )

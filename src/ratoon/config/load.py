@@ -29,9 +29,11 @@ class _Loader(yaml.SafeLoader):
         """Build a mapping; a key given twice is an error, not silently the last one."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"line {line} has a list or section as a key; give plain text")
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                line = key_node.start_mark.line + 1
                 raise ConfigError(f"key `{key}` is given twice, again in line {line}; keep one")
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -68,25 +70,49 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def load_config(
-    kind: type[S], path: Path, overrides: Sequence[str] = (), *, may_miss: Collection[str] = ()
+    kind: type[S],
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    may_miss: Collection[str] | None = (),
 ) -> S:
     """Read `path`, apply `overrides`, validate, and check that all named files exist.
 
-    Files and folders that the keys `may_miss` name need not exist.
+    Files and folders that the keys `may_miss` name need not exist; None is for all keys.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown key, wrong type or range, contradiction.
     """
-    if not path.is_file():
-        raise ConfigError(f"configuration file {path} does not exist")
-    values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    values = parse_yaml(_read_text(path), str(path))
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise ConfigError(f"{path} must hold `key: value` lines, but holds {found}")
     apply_overrides(kind, values, overrides)
     config = build_config(kind, values, source=str(path))
-    check_files(config, may_miss)
+    if may_miss is not None:
+        check_files(config, may_miss)
     return config
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist") from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"configuration file {path} is a directory; give a YAML file, such as one of recipes/"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"configuration file {path} cannot be read ({error.strerror}); give a readable file"
+        ) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"configuration file {path} is not UTF-8 text (byte {error.object[error.start]:#04x} "
+            f"in line {line}); save it as UTF-8"
+        ) from None
 
 
 def build_config(kind: type[S], values: Mapping[str, Any], source: str = "configuration") -> S:

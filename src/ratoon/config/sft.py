@@ -45,8 +45,10 @@ class SFTData(Settings):
     system_prompt: str | None = Field(
         None, description="System message put before each prompt; null = none."
     )
-    chat_template: bool = Field(
-        True, description="Wrap prompts in the model's chat template; false = plain text."
+    chat_template: bool | None = Field(
+        None,
+        description="Wrap prompts in the model's chat template; null = where it has one, false = "
+        "plain text.",
     )
 
     @model_validator(mode="after")

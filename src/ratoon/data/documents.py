@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import tarfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import IO, Any
@@ -57,7 +58,7 @@ def _of_file(path: Path, column: str) -> Iterator[str]:
         else:
             with path.open("rb") as file:
                 yield from _of_stream(file, str(path), path, column)
-    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise DataError(f"{path}: cannot be read ({reason}); give a whole, readable file") from None
 

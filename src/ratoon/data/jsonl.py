@@ -23,21 +23,30 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[tuple[int, Row]]
     """
     found = 0
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            for index, line in enumerate(file):
+        with path.open("rb") as file:
+            for index, data in enumerate(file):
                 if limit is not None and found == limit:
                     return
+                line = _decoded(data, path, index)
                 if line.strip():
                     found += 1
                     yield index, _parse(line, path, index)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. Expected one JSON object a line.") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text ({error.reason}).") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from None
     if found == 0:
         raise DataError(f"{path}: holds no rows. Expected one JSON object a line.")
+
+
+def _decoded(data: bytes, path: Path, index: int) -> str:
+    try:
+        return data.decode("utf-8" if index else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}, row {index} (line {index + 1}): is not UTF-8 text (byte "
+            f"{data[error.start]:#04x}); save the file as UTF-8."
+        ) from None
 
 
 def _parse(line: str, path: Path, index: int) -> Row:

@@ -65,6 +65,8 @@ def prepare(
     Raises:
         ConfigError: not exactly one tokenizer is named, or a number is out of range.
         DataError: the input is missing, damaged, not UTF-8, or too small to split.
+        CheckpointError: the tokenizer's directory holds none that can be loaded, or `destination`
+            holds something.
     """
     if (tokenizer is None) == (train_bpe is None):
         raise ConfigError("give either a tokenizer's directory or the size of a BPE to train")
@@ -72,6 +74,9 @@ def prepare(
         raise ConfigError(f"--train-bpe {train_bpe}: must be >= {SMALLEST_VOCABULARY}")
     if not 0 <= held_out < 1:
         raise ConfigError(f"--held-out {held_out}: must lie in [0, 1)")
+    if tokenizer is not None:
+        # Before it is copied to where no error could name it.
+        Tokenizer.load(tokenizer)
     with whole_directory(destination) as draft:
         if train_bpe is not None:
             texts = (text for text, out in _split(paths, column, held_out, seed) if not out)
@@ -84,12 +89,14 @@ def prepare(
         return _encode(_split(paths, column, held_out, seed), draft, held_out, progress)
 
 
-def tokenizer_hash(directory: Path) -> str:
-    """SHA-256 over the files that decide which ids a text has."""
+def tokenizer_hash(directory: Path) -> str | None:
+    """SHA-256 over the files that decide which ids a text has; None if there is none."""
+    found = [directory / name for name in _DEFINING_FILES if (directory / name).is_file()]
+    if not found:
+        return None
     total = hashlib.sha256()
-    for name in _DEFINING_FILES:
-        if (directory / name).is_file():
-            total.update(name.encode() + b"\0" + (directory / name).read_bytes())
+    for file in found:
+        total.update(file.name.encode() + b"\0" + file.read_bytes())
     return total.hexdigest()
 
 
@@ -155,12 +162,13 @@ def _encode(
     held_out: float,
     progress: Callable[[str, int], None],
 ) -> Prepared:
-    tokenizer = Tokenizer.load(draft)
+    tokenizer, made_with = Tokenizer.load(draft), tokenizer_hash(draft)
+    assert made_with is not None
     writer = partial(
         TokenWriter,
         vocab_size=tokenizer.vocab_size,
         document_end=tokenizer.document_end_id,
-        tokenizer=tokenizer_hash(draft),
+        tokenizer=made_with,
     )
     done = 0
     with writer(draft / TRAIN) as train, writer(draft / HELD_OUT) as other:

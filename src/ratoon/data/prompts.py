@@ -22,11 +22,12 @@ from ratoon.records import Prompt
 class PromptStyle:
     """How prompts are shown to the model, and how long they may be (tokens; None = no limit).
 
-    `limit` says in errors which settings the longest length comes from.
+    `chat_template` is as in `Tokenizer.prompt`. `limit` says in errors which settings the longest
+    length comes from.
     """
 
     system_prompt: str | None = None
-    chat_template: bool = True
+    chat_template: bool | None = None
     max_tokens: int | None = None
     limit: str | None = None
 

@@ -110,7 +110,7 @@ def load_drafter(folder: Path) -> Eagle3Drafter:
 
     Raises: CheckpointError if anything is missing, unknown, misshapen or damaged.
     """
-    drafter = Eagle3Drafter(_load_config(folder))
+    drafter = Eagle3Drafter(read_drafter_config(folder))
     tensors = _load_tensors(folder / "model.safetensors")
     expected = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
     _check_tensors(tensors, expected, str(folder / "model.safetensors"))
@@ -181,7 +181,8 @@ def config_values(config: DrafterConfig) -> dict[str, Any]:
     return _FIXED | values | {"ratoon": {"taps": list(config.taps), "window": config.window}}
 
 
-def _load_config(folder: Path) -> DrafterConfig:
+def read_drafter_config(folder: Path) -> DrafterConfig:
+    """The shape of a drafter in a folder. Raises: CheckpointError if it holds none."""
     path = folder / "config.json"
     values = _load_json(path, (*_STANDARD_KEYS.values(), "ratoon"))
     ours = values["ratoon"]

@@ -97,6 +97,12 @@ class RandomSampler:
 
     def check(self, rates: Rates, num_sequences: int) -> None:
         """See `Sampler.check`."""
+        count = self.shape.num_layers
+        if rates.layers < 1.0 and len(self._pinned()) == count:
+            raise ConfigError(
+                f"a rate of {rates.layers} of layers has no effect because all {count} layers are "
+                "pinned (evolve.random.pinned_layers); pin fewer, or give 1"
+            )
         self.draw(rates, 0, 0, num_sequences)
 
     def _pinned(self) -> set[int]:

@@ -135,7 +135,11 @@ class Rates:
 
     def num_head_units(self, shape: Shape) -> int:
         """Head units kept (see `Shape`). Raises: ConfigError if none."""
-        return num_kept(self.heads, shape.num_head_units, f"heads ({shape.head_unit})")
+        if shape.head_unit == "within_group":
+            name = "query heads of a group"
+        else:
+            name = "heads" if shape.group_size == 1 else "groups of heads"
+        return num_kept(self.heads, shape.num_head_units, name)
 
     def num_blocks(self, shape: Shape) -> int:
         """Neuron blocks kept per layer. Raises: ConfigError if none."""

@@ -14,9 +14,9 @@ from ratoon.config.pretrain import PretrainConfig
 from ratoon.data.token_file import TokenHeader
 from ratoon.errors import ConfigError
 from ratoon.est.adaptive import AdaptiveSchedule
-from ratoon.est.flops import num_mlp_matrices
 from ratoon.est.subnetwork import Rates, Subnetwork
 from ratoon.loop.accounting import StepCost
+from ratoon.loop.memory import Memory, estimate_memory
 from ratoon.loop.pretrain_setup import (
     Data,
     decoder_config,
@@ -29,9 +29,6 @@ from ratoon.models.compute_dtype import with_dtype
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.hf_config import read_config
 from ratoon.training.update_checks import require_muon
-
-# Bytes of a parameter's float32 master, gradient and two moments.
-_OPTIMIZER_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +45,6 @@ class PlannedStage:
     flops: float
     share: float
     share_paper: float
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Estimated bytes of one process. Kernels' and the allocator's own memory is not counted.
-
-    `optimizer` holds master weights, gradients and both moments; `compute` the copy that computes;
-    `activations` what a micro-batch keeps for backward.
-    """
-
-    optimizer: int
-    compute: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.optimizer + self.compute + self.activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,26 +132,8 @@ def plan_run(config: PretrainConfig, *, vocab_size: int | None = None, processes
         stages=stages,
         full_flops=config.steps * cost.flops(full),
         flops=total,
-        memory=_memory(config, model, parameters, micro_batch * length, processes),
+        memory=estimate_memory(config, model, tokens=micro_batch * length, processes=processes),
     )
-
-
-def activation_bytes(model: DecoderConfig, tokens: int, item: int, *, recompute: bool) -> int:
-    """What forward keeps of `tokens` for backward, in values of `item` bytes.
-
-    Of a layer: the inputs of both norms and what they make, queries, keys and values before and
-    after rotation, the attention's output, and the MLP's inner values; without recomputation of all
-    layers, else of one layer and the inputs of the others.
-    """
-    width, heads = model.hidden_size, model.num_heads * model.head_dim
-    projected = sum(model.qkv_sizes)
-    rotated = projected - model.qkv_sizes[2] if model.positions == "rotary" else 0
-    inner = 2 * model.intermediate_size
-    layer = 4 * width + projected + rotated + heads + inner
-    layers = model.num_layers
-    kept = layer + (layers - 1) * width if recompute else layers * layer
-    # The final norm's input and output.
-    return item * tokens * (kept + 2 * width)
 
 
 def _data(config: PretrainConfig, vocab_size: int | None) -> Data | None:
@@ -199,21 +160,3 @@ def _model(config: PretrainConfig, data: Data | None, vocab_size: int | None) ->
         return read_config(config.model.path)
     assert vocab_size is not None
     return decoder_config(config, TokenHeader("uint32", 0, vocab_size, 0, 0, ""))
-
-
-def _memory(
-    config: PretrainConfig, model: DecoderConfig, parameters: int, tokens: int, processes: int
-) -> Memory:
-    shards = processes if config.update.shard else 1
-    item = 2 if config.model.dtype == "bfloat16" else 4
-    optimizer = _OPTIMIZER_BYTES * parameters // shards
-    if config.update.shard:
-        # What is whole at a time: a layer, and embeddings with the head.
-        width = model.hidden_size
-        per_layer = width * (sum(model.qkv_sizes) + model.num_heads * model.head_dim)
-        per_layer += num_mlp_matrices(model) * width * model.intermediate_size
-        compute = item * (parameters - (model.num_layers - 1) * per_layer)
-    else:
-        compute = item * parameters if item == 2 else 0
-    kept = activation_bytes(model, tokens, item, recompute=config.update.activation_checkpointing)
-    return Memory(optimizer, compute, kept)

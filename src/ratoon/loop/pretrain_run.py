@@ -20,6 +20,7 @@ from ratoon.loop.accounting import Account, StepCost
 from ratoon.loop.adapting import Adaptation
 from ratoon.loop.growing import grow_into
 from ratoon.loop.growth_file import write_growth
+from ratoon.loop.memory import require_memory
 from ratoon.loop.pretrain_output import load_run, save_pretrained, save_run
 from ratoon.loop.pretrain_setup import (
     decoder_config,
@@ -113,6 +114,9 @@ class _Run:
         )
         self.evolution = evolution(config, model, passes.micro_batch)
         self.lr = learning_rate(config)
+        if device.type == "cpu":
+            tokens = passes.micro_batch * length
+            require_memory(config, model, tokens=tokens, processes=workers.size)
         self.trainer = Pretrainer(
             make_decoder(config, model).to(device),
             update_rule(config),

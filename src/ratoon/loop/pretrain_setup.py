@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from ratoon.config.evolve import Adaptive, Evolve
 from ratoon.config.pretrain import ModelShape, PretrainConfig
 from ratoon.data.prepare import HELD_OUT, TRAIN, tokenizer_hash
 from ratoon.data.token_file import SequenceOrder, TokenFile, TokenHeader
-from ratoon.errors import CapabilityError, ConfigError
+from ratoon.errors import CapabilityError, ConfigError, DataError
 from ratoon.est.adaptive import AdaptiveSchedule, AdaptiveSettings, ladder
 from ratoon.est.sampler import NestedSampler, RandomSampler, Sampler
 from ratoon.est.schedule import NewLayers, StagedSchedule, StagePart
@@ -34,10 +35,25 @@ class Data:
 
 
 def open_data(config: PretrainConfig) -> Data:
-    """Open the token files. Raises: DataError if one is missing, damaged or too short."""
+    """Open the token files and look at every id.
+
+    Raises:
+        DataError: one is missing, damaged or too short, or was made with another tokenizer than
+            the one that lies beside it.
+        ConfigError: held-out tokens are asked for that there are not.
+    """
     folder, length = config.data.path, config.data.sequence_length
     train = TokenFile(folder / TRAIN, length)
     held_out = TokenFile(folder / HELD_OUT, length) if (folder / HELD_OUT).exists() else None
+    for file in (train, held_out):
+        if file is not None:
+            _check_tokenizer(file)
+            file.check_ids()
+    if held_out is not None and held_out.header.vocab_size != train.header.vocab_size:
+        raise DataError(
+            f"{held_out.path}: has a vocabulary of {held_out.header.vocab_size} tokens, {TRAIN} "
+            f"one of {train.header.vocab_size}; prepare both together"
+        )
     if held_out is None and config.evolve is not None and config.evolve.adaptive is not None:
         raise ConfigError(
             f"evolve.adaptive needs held-out tokens, but {folder} holds no {HELD_OUT}; prepare the "
@@ -49,6 +65,23 @@ def open_data(config: PretrainConfig) -> Data:
             "data with --held-out, or remove the section"
         )
     return Data(train, held_out, SequenceOrder(len(train), config.seed))
+
+
+def _check_tokenizer(file: TokenFile) -> None:
+    """Raise DataError unless the folder of `file` holds the tokenizer that made it."""
+    folder, header = file.path.parent, file.header
+    found = tokenizer_hash(folder)
+    if found is None:
+        raise DataError(
+            f"data.path = {folder} holds no tokenizer, and the trained model needs the one that "
+            "made the tokens; put its files back, or prepare the data again"
+        )
+    if found != header.tokenizer:
+        raise DataError(
+            f"{file.path}: was not made with the tokenizer in {folder} (SHA-256 "
+            f"{header.tokenizer[:12]} in its header, {found[:12]} there); put the right files "
+            "back, or prepare the data again"
+        )
 
 
 def share_out(config: PretrainConfig, processes: int) -> tuple[int, int]:
@@ -171,8 +204,7 @@ def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) ->
     new_layers: NewLayers = evolve.new_layers if evolve.method == "nested" else "as_they_are"
     if evolve.adaptive is not None:
         settings = _adaptive(evolve.adaptive, new_layers, config)
-        for rates in settings.ladder:
-            sampler.check(rates, micro_batch)
+        _check_rates(sampler, "evolve.adaptive", settings.ladder, micro_batch)
         return Evolution(shape, AdaptiveSchedule(settings), sampler)
     if evolve.replay is not None:
         schedule = read_growth(evolve.replay, config.steps, new_layers)
@@ -181,9 +213,18 @@ def evolution(config: PretrainConfig, model: DecoderConfig, micro_batch: int) ->
         schedule = StagedSchedule.of(parts, config.steps)
     if config.optimizer.schedule == "wsd":
         schedule.require_growth_before(learning_rate(config).decay_start)
-    for stage in schedule.stages:
-        sampler.check(stage.rates, micro_batch)
+    key = "evolve.stages" if evolve.replay is None else "evolve.replay"
+    _check_rates(sampler, key, [stage.rates for stage in schedule.stages], micro_batch)
     return Evolution(shape, schedule, sampler)
+
+
+def _check_rates(sampler: Sampler, key: str, stages: Sequence[Rates], micro_batch: int) -> None:
+    """Raise ConfigError naming the first stage, counted from 0, whose rates leave nothing."""
+    for number, rates in enumerate(stages):
+        try:
+            sampler.check(rates, micro_batch)
+        except ConfigError as error:
+            raise ConfigError(f"{key}, stage {number}: {error}") from None
 
 
 def _adaptive(

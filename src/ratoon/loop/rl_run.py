@@ -24,9 +24,15 @@ from ratoon.loop.evaluation import evaluate, paired_difference, stored_rewards
 from ratoon.loop.replay import Replay, replay
 from ratoon.loop.rl_step import RunContext, StepOutcome, entropy_per_token, rl_step
 from ratoon.loop.rollout import DrafterLedger
-from ratoon.loop.setup import check_context, load_rl_prompts, rl_specs, shared_bytes
+from ratoon.loop.setup import (
+    check_context,
+    check_drafter,
+    load_rl_prompts,
+    load_tokenizer,
+    rl_specs,
+    shared_bytes,
+)
 from ratoon.models.compute_dtype import with_dtype
-from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.summary import write_summary
@@ -88,7 +94,8 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
 def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
     """Everything a run works with; data and rewards are checked before a process starts."""
     check_context("rollout.max_length", config.rollout.max_length, config.model.path)
-    tokenizer = Tokenizer.load(config.model.path)
+    check_drafter(config)
+    tokenizer = load_tokenizer(config.model.path)
     train, held_out = load_rl_prompts(config, tokenizer)
     rewards = build_rewards([reward.model_dump() for reward in config.rewards])
     rewards.check([*train, *held_out])

@@ -13,8 +13,9 @@ from ratoon.cluster.spec import DraftingSpec, TrainingSpec, WorkerSpec
 from ratoon.config.rl import RLConfig
 from ratoon.config.training import Workers
 from ratoon.data.prompts import PromptStyle, load_prompts
+from ratoon.drafter.checkpoint import read_drafter_config
 from ratoon.drafter.model import DrafterConfig
-from ratoon.errors import CapabilityError
+from ratoon.errors import CapabilityError, CheckpointError
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
@@ -42,6 +43,31 @@ def check_context(key: str, length: int, model: Path) -> None:
         raise CapabilityError(
             f"`{key}` = {length}, but the model in {model} has {positions} positions; lower `{key}`"
         )
+
+
+def load_tokenizer(model: Path) -> Tokenizer:
+    """The tokenizer of a model whose every token the model knows.
+
+    Raises: CheckpointError if it has more tokens, and as `Tokenizer.load` and `read_config` do.
+    """
+    tokenizer, size = Tokenizer.load(model), read_config(model).vocab_size
+    if tokenizer.vocab_size > size:
+        raise CheckpointError(
+            f"model.path = {model}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but "
+            f"config.json says vocab_size = {size}; give the tokenizer that the model was trained "
+            "with"
+        )
+    return tokenizer
+
+
+def check_drafter(config: RLConfig) -> None:
+    """Refuse a `drafter.path` that holds no drafter. Raises: CheckpointError."""
+    if config.drafter.path is None:
+        return
+    try:
+        read_drafter_config(config.drafter.path)
+    except CheckpointError as error:
+        raise CheckpointError(f"drafter.path = {config.drafter.path}: {error}") from None
 
 
 def shared_bytes(config: RLConfig) -> int:

@@ -13,7 +13,7 @@ from ratoon.config.sft import SFTConfig
 from ratoon.data.examples import Example, load_examples
 from ratoon.data.prompts import PromptStyle
 from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
-from ratoon.loop.setup import check_context, num_workers
+from ratoon.loop.setup import check_context, load_tokenizer, num_workers
 from ratoon.models.compute_dtype import with_dtype
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
@@ -26,7 +26,7 @@ def run_sft(config: SFTConfig, folder: RunFolder, observer: Observer) -> None:
     """Train as configured; continues after the last checkpoint in `folder`, if there is one."""
     config = with_dtype(config)
     check_context("max_length", config.max_length, config.model.path)
-    tokenizer = Tokenizer.load(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
     train, held_out = _load(config, tokenizer)
     batches = list(make_batches(train, config))
     shared = shared_folder()

@@ -82,6 +82,11 @@ def _read_heads(
     """
     width, heads = positive_int(raw, "hidden_size", path), _num_heads(raw, path)
     shared = positive_int(raw, "num_key_value_heads", path, default=kv_heads or heads)
+    if raw.get("head_dim") is None and head_dim is None and width % heads:
+        raise CheckpointError(
+            f"{path}: hidden_size = {width} is no multiple of num_attention_heads = {heads}, and "
+            "there is no head_dim; the file does not belong to these weights or is damaged."
+        )
     size = positive_int(raw, "head_dim", path, default=head_dim or width // heads)
     if heads % shared:
         raise CheckpointError(

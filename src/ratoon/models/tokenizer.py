@@ -70,7 +70,8 @@ class Tokenizer:
 
         try:
             backend = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        except Exception as error:
+            # It also reads config.json, and what it raises about settings has no common base.
             raise CheckpointError(
                 f"{directory}: the tokenizer cannot be loaded ({error})."
             ) from error
@@ -127,17 +128,21 @@ class Tokenizer:
         return self.encode(self._render(messages, add_generation_prompt))
 
     def prompt(
-        self, text: str, *, system: str | None = None, chat_template: bool = True
+        self, text: str, *, system: str | None = None, chat_template: bool | None = None
     ) -> tuple[int, ...]:
         """Ids of a prompt as the policy sees it.
 
-        With a chat template: one user turn, the assistant's opened. Without one (or on request):
-        the plain text, after the id that the tokenizer puts before text.
+        With a chat template: one user turn, the assistant's opened. Without one: the plain text,
+        after the id that the tokenizer puts before text. `chat_template` None takes a template
+        where the model has one.
 
         Raises:
-            CapabilityError: if there is a system message but no template to show it.
+            CapabilityError: if a template, or a system message that needs one, is asked for and
+                the model has none.
         """
-        if chat_template and self.has_chat_template:
+        if chat_template is None:
+            chat_template = self.has_chat_template
+        if chat_template:
             turns = [{"role": "user", "content": text}]
             if system is not None:
                 turns.insert(0, {"role": "system", "content": system})

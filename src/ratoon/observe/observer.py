@@ -18,7 +18,8 @@ class Observer:
     """Writes metrics, spans and completions of one run, and shows progress.
 
     Without a folder it only shows: a run of several parts (as the quickstart) makes one such
-    observer and calls `within(folder)` for each part. Use as a context manager, or call `close`.
+    observer and calls `within(folder)` for each part. Use as a context manager, or call `close`;
+    if the block raises before anything was recorded, a folder that was made for it is taken back.
 
     Raises: ConfigError if another process writes into the folder.
     """
@@ -34,6 +35,8 @@ class Observer:
         self._start_s = self.clock.now()
         self._folder = folder
         self._lock = FolderLock(folder.path) if folder else None
+        if folder:
+            folder.settle()
         self._metrics = MetricsFile(folder.metrics) if folder else None
         self._timeline = Timeline(folder.timeline, self.clock) if folder else None
 
@@ -91,10 +94,16 @@ class Observer:
 
     def close(self) -> None:
         """Save what is pending and close the files; the display stays with its owner."""
+        self._close_files()
+        self._unlock()
+
+    def _close_files(self) -> None:
         if self._timeline:
             self._timeline.save()
         if self._metrics:
             self._metrics.close()
+
+    def _unlock(self) -> None:
         if self._lock:
             self._lock.release()
             self._lock = None
@@ -108,4 +117,8 @@ class Observer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._close_files()
+        if kind is not None and self._folder:
+            # Before others may write: what they wrote would go too.
+            self._folder.remove_if_unused()
+        self._unlock()

@@ -5,25 +5,32 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ratoon.errors import CapabilityError, ConfigError
-from ratoon.observe.files import to_json, write_atomically
+from ratoon.observe.files import read_lines, to_json, write_atomically
 
 DEFAULT_FREE_BYTES = 500_000_000
 # Size of a timeline without spans.
 _EMPTY_BYTES = 4
+# What may change when a run is resumed: a section counts with all its keys.
+_MAY_CHANGE = {"steps": "`steps` may grow", "reward_runtime": "`reward_runtime` may change"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run. Example: `RunFolder(Path("runs/demo"))`."""
+    """Paths of one run. Example: `RunFolder(Path("runs/demo"))`.
+
+    `is_new` says that this process made the folder; `pending_config` is what `settle` writes.
+    """
 
     path: Path
+    is_new: bool = field(default=False, compare=False)
+    pending_config: str | None = field(default=None, compare=False)
 
     @classmethod
     def create(
@@ -40,12 +47,12 @@ class RunFolder:
             ConfigError: the folder exists and is not empty, or cannot be made.
             CapabilityError: the disk has less than `free_bytes` left.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if is_occupied(path):
             raise ConfigError(
                 f"`name` / `output_dir`: {path} holds another run and nothing is overwritten; "
                 "give another `name`, remove the folder, or go on with that run by --resume"
             )
-        folder = cls(path)
+        folder = cls(path, is_new=True)
         check_space(path, free_bytes)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -64,24 +71,34 @@ class RunFolder:
     def resume(cls, path: Path, *, config_yaml: str) -> RunFolder:
         """Open the folder of an earlier run to go on with it, perhaps for more `steps`.
 
+        How rewards are computed (`reward_runtime`) may change too: a run that a failing reward has
+        ended needs that. Nothing is written yet: another process may be at work there. Who
+        has the right to write calls `settle`.
+
         Raises:
             ConfigError: there is no run, it was made with another configuration, or has done all
                 its steps.
         """
-        folder = cls(path)
+        folder = cls(path, pending_config=config_yaml)
         if not folder.config.is_file():
             raise ConfigError(
                 f"`name` / `output_dir`: {path} holds no run to resume; leave --resume out"
             )
         changed = _changed_keys(folder.config.read_text(encoding="utf-8"), config_yaml)
+        values = yaml.safe_load(config_yaml)
         if changed:
+            free = [words for key, words in _MAY_CHANGE.items() if key in values]
             raise ConfigError(
                 f"{'; '.join(changed)} in {folder.config}; a run is resumed with the settings it "
-                "began with, only `steps` may grow"
+                f"began with, only {' and '.join(free)}"
             )
-        folder._refuse_finished(yaml.safe_load(config_yaml).get("steps"))
-        write_atomically(folder.config, config_yaml)
+        folder._refuse_finished(values.get("steps"))
         return folder
+
+    def settle(self) -> None:
+        """Write the configuration that the run is resumed with; needs the right to write."""
+        if self.pending_config is not None:
+            write_atomically(self.config, self.pending_config)
 
     @property
     def config(self) -> Path:
@@ -139,7 +156,12 @@ class RunFolder:
         return self.path / "drafter"
 
     def remove_if_unused(self) -> None:
-        """Take back what `create` made, if the run ended before it wrote anything of its own."""
+        """Take back what `create` made here, if the run ended before it wrote anything of its own.
+
+        Needs the right to write. A folder that another process made is left alone.
+        """
+        if not self.is_new:
+            return
         for file in (self.metrics, self.timeline):
             if file.exists() and file.stat().st_size > _EMPTY_BYTES:
                 return
@@ -150,6 +172,23 @@ class RunFolder:
         for folder in (*self._folders(), self.path):
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+    def refuse_complete(self, steps: int | None) -> None:
+        """Refuse to train again what has been trained: the model was saved after the last step.
+
+        `steps` is None for a run whose length follows from its data.
+
+        Raises:
+            ConfigError: the run is complete.
+        """
+        if not (self.model.is_dir() and self.metrics.is_file()):
+            return
+        # A resumed run records before it replaces the model of the shorter one.
+        is_newest = self.model.stat().st_mtime_ns >= self.metrics.stat().st_mtime_ns
+        done = max((row["step"] for row in read_lines(self.metrics)), default=0)
+        if is_newest and (steps is None or done >= steps):
+            advice = "give another `name`" if steps is None else "raise `steps` to go on with it"
+            raise ConfigError(f"the run in {self.path} is complete after {done} steps; {advice}")
 
     def _refuse_finished(self, steps: int | None) -> None:
         done = max(
@@ -186,22 +225,27 @@ def check_space(path: Path, needed_bytes: int) -> None:
         )
 
 
+def is_occupied(path: Path) -> bool:
+    """Whether `path` is a file, or a folder that holds something."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
 def first_free(path: Path) -> Path:
     """`path` itself, or the first of `path-2`, `path-3`, ... that holds nothing."""
     candidate, number = path, 1
-    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+    while is_occupied(candidate):
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
 
 
 def _changed_keys(before: str, after: str) -> list[str]:
-    """Name the settings that differ between two resolved configurations, but for `steps`."""
+    """Name the settings that differ between two resolved configurations and must not."""
     old, new = (dict(_flat("", yaml.safe_load(text))) for text in (before, after))
     return [
         f"`{key}` is {new.get(key)!r} but was {old.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key != "steps"
+        if old.get(key) != new.get(key) and key.partition(".")[0] not in _MAY_CHANGE
     ]
 
 

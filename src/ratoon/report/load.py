@@ -63,7 +63,8 @@ def load_run(path: Path) -> Run:
     """
     folder = RunFolder(path)
     if not path.is_dir():
-        raise DataError(f"run folder {path} does not exist; give the folder that a run made")
+        found = "is no folder" if path.exists() else "does not exist"
+        raise DataError(f"run folder {path} {found}; give the folder that a run made")
     if not (folder.metrics.is_file() or folder.summary.is_file() or folder.config.is_file()):
         raise DataError(
             f"{path} holds no run: there is no metrics.jsonl, summary.json or config.resolved.yaml"

@@ -18,7 +18,7 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     cursor.style.visibility = "visible";
-    readout.textContent = `step ${step}`;
+    readout.textContent = `${data.across} ${Number(step.toPrecision(4))}`;
     data.series.forEach((series, i) => {
       if (!at[i].has(step)) return;
       const value = document.createElement("b");

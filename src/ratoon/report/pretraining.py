@@ -77,9 +77,10 @@ def _chart(run: Run, axis: str, words: str, unit: str) -> str:
     ]
     drawn = [s for s in series if s.points]
     title = f"Loss against {words}"
-    chart = line_chart(drawn, label=title, zero=False)
+    across = f"{_PREFIXES[power]}{unit}"
+    chart = line_chart(drawn, label=title, zero=False, across=across)
     key = legend([(s.colour, s.name) for s in drawn])
-    caption = f"Across: {words} in {_PREFIXES[power]}{unit}. Down: nats per token."
+    caption = f"Across: {words} in {across}. Down: nats per token."
     return figure(title, "nats/token", chart, caption, key=key)
 
 

@@ -152,12 +152,16 @@ _STEP_PARTS = (
     ("time/weights_s", "weight transfer", "weights"),
     ("time/evaluation_s", "evaluation", "evaluation"),
 )
+# Of runs whose steps have no parts.
+_WHOLE_STEP = (("time/step_s", "update", "update"),)
 
 
 def step_time(run: Run) -> str:
     """Where the time of a step goes."""
-    layers = [Series(word, colour, run.series(name)) for name, word, colour in _STEP_PARTS]
-    layers = [layer for layer in layers if any(y > 0 for _, y in layer.points)]
+    layers: list[Series] = []
+    for parts in (_STEP_PARTS, _WHOLE_STEP):
+        series = [Series(word, colour, run.series(name)) for name, word, colour in parts]
+        layers = layers or [layer for layer in series if any(y > 0 for _, y in layer.points)]
     if not layers:
         return left_out("metrics.jsonl holds no step times")
     totals = {layer.name: sum(y for _, y in layer.points) for layer in layers}

@@ -85,7 +85,7 @@ def _chart(
     key_of_colours = legend(
         [*named, *([(_REST_COLOUR, "others")] if len(order) > len(named) else [])]
     )
-    chart = line_chart(series, label=f"Held-out loss against {unit}", zero=False)
+    chart = line_chart(series, label=f"Held-out loss against {unit}", zero=False, across=unit)
     return figure(
         f"Loss against {unit}",
         "nats per token",

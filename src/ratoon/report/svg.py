@@ -72,11 +72,17 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def line_chart(
-    series: Sequence[Series], *, label: str, zero: bool = True, width: float = 380
+    series: Sequence[Series],
+    *,
+    label: str,
+    zero: bool = True,
+    width: float = 380,
+    across: str = "step",
 ) -> str:
     """Lines over steps; a series of `dots` is drawn as points joined by a thin line.
 
-    `zero` keeps zero on the vertical axis. `label` is what a screen reader says.
+    `across` says what the horizontal axis counts where it is not steps. `zero` keeps zero on the
+    vertical axis. `label` is what a screen reader says.
     """
     drawn = [s for s in series if s.points]
     values = [y for s in drawn for _, y in s.points]
@@ -85,7 +91,7 @@ def line_chart(
     frame = Frame(width, 210, (min(steps), max(steps)), (ticks[0], ticks[-1]))
     parts = [_axes(frame, ticks, _whole_ticks(frame.x))]
     parts += [_line(frame, s) for s in drawn]
-    return _svg(frame, parts, label, drawn)
+    return _svg(frame, parts, label, drawn, across)
 
 
 def column_chart(layers: Sequence[Series], *, label: str, width: float = 380) -> str:
@@ -193,13 +199,16 @@ def _line(frame: Frame, series: Series) -> str:
     return f'<path class="line s-{series.colour}" d="{path}"/>{dots}'
 
 
-def _svg(frame: Frame, parts: Sequence[str], label: str, series: Sequence[Series]) -> str:
+def _svg(
+    frame: Frame, parts: Sequence[str], label: str, series: Sequence[Series], across: str = "step"
+) -> str:
     """Wrap a chart; its numbers travel along for the read-out under the pointer."""
     data = {
         "left": frame.left,
         "right": frame.right,
         "width": frame.width,
         "x": frame.x,
+        "across": across,
         "series": [
             {"name": s.name, "points": [[x, number(y)] for x, y in s.points]} for s in series
         ],

@@ -203,8 +203,8 @@ class RewardPool:
         if self._on_error == "fail":
             raise RewardError(
                 f"The reward of a response to {task.prompt.dataset}, row {task.prompt.row}, "
-                f"failed: {outcome.detail}. To score such responses 0 and count them, set "
-                "reward_runtime.on_error: count."
+                f"failed: {outcome.detail.rstrip('.')}. To score such responses 0 and count them, "
+                "set reward_runtime.on_error: count, also to go on with this run by --resume."
             )
         return RewardResult(task.key, 0.0, {}, outcome.kind, 0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class PythonReward(Reward):
         """Import the function.
 
         Raises:
-            ConfigError: if that fails, with the reason.
+            ConfigError: if that fails, or it does not take three arguments, with the reason.
         """
         _import_function(self.function)
 
@@ -54,7 +55,7 @@ def _import_function(target: str) -> UserFunction:
         )
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"Reward function {target!r}: {where} cannot be imported "
             f"({type(error).__name__}: {error})."
@@ -63,7 +64,24 @@ def _import_function(target: str) -> UserFunction:
     if not callable(function):
         found = "is no function" if hasattr(module, name) else "does not exist"
         raise ConfigError(f"Reward function {target!r}: {name} {found} in {where}.")
+    _check_arguments(target, function)
     return function
+
+
+def _check_arguments(target: str, function: UserFunction) -> None:
+    """Raise ConfigError for a function that cannot be called with a response."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # Some functions written in C do not tell.
+        return
+    try:
+        signature.bind("response", "answer", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"Reward function {target!r} takes {signature}, but is called with "
+            f"(response, answer, fields): {error}. Give it three positional parameters."
+        ) from None
 
 
 def _import_module(name: str) -> ModuleType:
