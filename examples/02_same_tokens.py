@@ -7,6 +7,7 @@ each other, which is what the suffix drafter uses. Run: `python examples/02_same
 import torch
 
 from ratoon.drafter.suffix import SuffixDrafter
+from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.tiny import random_decoder
 from ratoon.records import Completion, DrawKey, Request, SamplingParams, Stream
@@ -67,7 +68,7 @@ def make_engine(model: InferenceModel, strategy: Strategy, exact: bool) -> Rollo
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    model = InferenceModel(make_decoder(), num_positions=256, dtype=torch.bfloat16)
+    model = InferenceModel(make_decoder(), num_positions=256, dtype=DTYPES[fast_dtype()])
     exact = check_invariance(model).holds
     print(f"numerics: {'invariant' if exact else 'tolerant: rounding may flip a near-tie'}")
     results: dict[str, dict[int, Completion]] = {}

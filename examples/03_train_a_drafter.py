@@ -11,6 +11,7 @@ from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.spot_trainer import SpotTrainer
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
+from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.models.decoder import DecoderConfig
 from ratoon.models.tiny import random_decoder
 from ratoon.records import DrawKey, Request, Stream
@@ -26,7 +27,7 @@ TARGET = random_decoder(
     DecoderConfig("llama", VOCAB, 64, 128, 8, num_heads=4, num_kv_heads=2, head_dim=16), seed=0
 )
 CONFIG = DrafterConfig.for_target(TARGET.config, draft_vocab_size=VOCAB, window=64)
-MODEL = InferenceModel(TARGET, num_positions=256, dtype=torch.bfloat16, taps=CONFIG.taps)
+MODEL = InferenceModel(TARGET, num_positions=256, dtype=DTYPES[fast_dtype()], taps=CONFIG.taps)
 
 
 def generate(rows: range, drafter: Eagle3Drafter | None) -> tuple[list[Finished], float]:

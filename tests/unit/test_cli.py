@@ -40,6 +40,7 @@ def sft_values(tmp_path: Path) -> dict[str, object]:
         "model": {"path": str(tmp_path)},
         "data": {"train": {"kind": "arithmetic"}},
         "epochs": 1,
+        "optimizer": {"lr": 1e-4, "schedule": "constant"},
     }
 
 

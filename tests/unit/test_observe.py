@@ -139,6 +139,17 @@ def test_a_run_is_resumed_only_with_its_own_settings_but_for_more_steps(tmp_path
         RunFolder.resume(tmp_path / "other", config_yaml="seed: 2\n")
 
 
+def test_more_steps_are_refused_where_rates_would_have_been_others(tmp_path: Path) -> None:
+    before = "steps: 2\noptimizer:\n  schedule: cosine\n"
+    folder = RunFolder.create(tmp_path / "run", config_yaml=before, provenance={}, free_bytes=0)
+    assert RunFolder.resume(folder.path, config_yaml=before) == folder
+    with pytest.raises(ConfigError, match="other learning rates"):
+        RunFolder.resume(folder.path, config_yaml=before.replace("2", "3"))
+    constant = before.replace("cosine", "constant")
+    folder = RunFolder.create(tmp_path / "even", config_yaml=constant, provenance={}, free_bytes=0)
+    assert RunFolder.resume(folder.path, config_yaml=constant.replace("2", "3")) == folder
+
+
 def test_how_rewards_are_computed_may_change_on_resume(tmp_path: Path) -> None:
     before = "seed: 1\nsteps: 2\nreward_runtime:\n  on_error: fail\n"
     folder = RunFolder.create(tmp_path / "run", config_yaml=before, provenance={}, free_bytes=0)

@@ -34,7 +34,10 @@ class Boundary(TyperGroup):
             _say(f"{error.strerror}: {error.filename or 'the disk'}; nothing more was written")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            _say("interrupted; a run that wrote a checkpoint goes on with --resume", kind="note")
+            _say(
+                "interrupted; `rl`, `sft` and `pretrain` go on with --resume from a checkpoint",
+                kind="note",
+            )
             raise typer.Exit(INTERRUPTED) from None
 
 

@@ -38,10 +38,13 @@ def pretrain(
     _refuse_idle(vocabulary, processes)
     from ratoon.cli.running import finish, open_folder, watching
     from ratoon.config import PretrainConfig, load_config
-    from ratoon.models.compute_dtype import with_dtype
     from ratoon.observe.observer import Observer
 
-    settings = with_dtype(load_config(PretrainConfig, config, overrides or ()))
+    checked = load_config(PretrainConfig, config, overrides or ())
+    # Wrong settings are found without waiting for torch.
+    from ratoon.models.compute_dtype import with_dtype
+
+    settings = with_dtype(checked)
     if int(os.environ.get("RANK", "0")) > 0:
         from ratoon.loop.pretrain_run import pretrain as work
 

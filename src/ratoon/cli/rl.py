@@ -20,9 +20,12 @@ def rl(
     """Train a policy by reinforcement learning."""
     from ratoon.cli.running import finish, open_folder, watching
     from ratoon.config import RLConfig, load_config
+
+    checked = load_config(RLConfig, config, overrides or ())
+    # Wrong settings are found without waiting for torch.
     from ratoon.models.compute_dtype import with_dtype
 
-    settings = with_dtype(load_config(RLConfig, config, overrides or ()))
+    settings = with_dtype(checked)
     folder = open_folder(settings, resume=resume)
     with watching(folder) as observer:
         from ratoon.loop.rl_run import run_rl

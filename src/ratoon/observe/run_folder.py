@@ -92,6 +92,7 @@ class RunFolder:
                 f"{'; '.join(changed)} in {folder.config}; a run is resumed with the settings it "
                 f"began with, only {' and '.join(free)}"
             )
+        _refuse_other_rates(yaml.safe_load(folder.config.read_text(encoding="utf-8")), values)
         folder._refuse_finished(values.get("steps"))
         return folder
 
@@ -237,6 +238,17 @@ def first_free(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
+
+
+def _refuse_other_rates(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise ConfigError where more steps would have given those already done another rate."""
+    schedule = after.get("optimizer", {}).get("schedule")
+    if before.get("steps") != after.get("steps") and schedule in ("linear", "cosine"):
+        raise ConfigError(
+            f"`steps` is {after.get('steps')} but was {before.get('steps')}: with "
+            f"`optimizer.schedule` = {schedule} the steps already done would have had other "
+            "learning rates; go on with the same `steps`, or begin a run with schedule: constant"
+        )
 
 
 def _changed_keys(before: str, after: str) -> list[str]:

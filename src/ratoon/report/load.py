@@ -50,6 +50,12 @@ class Run:
     provenance: dict[str, Any] | None
     growth: dict[str, Any] | None
 
+    @property
+    def draws_responses(self) -> bool:
+        """Whether the run draws what it learns from, and is not given it."""
+        names = {name for values in self.metrics.values() for name in values}
+        return not any(name.startswith(("sft/", "pretrain/")) for name in names)
+
     def series(self, name: str) -> list[tuple[float, float]]:
         """`(step, value)` of one metric, where it was measured."""
         return [(s, v[name]) for s, v in sorted(self.metrics.items()) if name in v]

@@ -40,10 +40,11 @@ def render(run: Run) -> str:
         section("Who did what when", sections.timeline(run)),
         section("What changed", sections.curves(run)),
         section("Where the time goes", sections.step_time(run)),
-        section("With and without speculation", sections.speed(run)),
-        section("Before and after", sections.samples(run)),
-        section("Where this comes from", sections.origin(run)),
     ]
+    if run.draws_responses:
+        parts.append(section("With and without speculation", sections.speed(run)))
+        parts.append(section("Before and after", sections.samples(run)))
+    parts.append(section("Where this comes from", sections.origin(run)))
     return document(
         str(title),
         f"run {run.name}",
