@@ -57,9 +57,8 @@ def generate(engine: RolloutEngine) -> dict[int, Completion]:
 
 def make_engine(model: InferenceModel, strategy: Strategy, exact: bool) -> RolloutEngine:
     """An engine with an empty index: one that had seen these responses would just repeat them."""
-    drafting = Drafting(
-        num_rows=2, vocab_limit=VOCAB, max_nodes=TREE.budget + 1, suffix=SuffixDrafter(2)
-    )
+    nodes, suffix = TREE.budget + 1, SuffixDrafter(2)
+    drafting = Drafting(num_rows=2, vocab_limit=VOCAB, max_nodes=nodes, suffix=suffix)
     return RolloutEngine(
         model, max_rows=2, max_length=MAX_LENGTH, vocab_limit=VOCAB, drafting=drafting,
         tuner=RuleTuner(lambda num_live: strategy), confirm=exact,
