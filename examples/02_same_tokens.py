@@ -1,7 +1,7 @@
 """Generate a group of responses plainly and with draft trees: same tokens, fewer forward passes.
 
-The model is tiny, random and made in place. Its texts mean nothing, but siblings of a group repeat
-each other, which is what the suffix drafter uses. Run: `python examples/02_same_tokens.py`
+The model is tiny and random. Its texts mean nothing, but siblings of a group repeat each other,
+which is what the suffix drafter uses. Run: `python examples/02_same_tokens.py`
 """
 
 import torch
@@ -48,11 +48,10 @@ def generate(engine: RolloutEngine) -> dict[int, Completion]:
     """Responses by sample."""
     for request in requests():
         engine.submit(request)
-    found = {}
+    found = []
     while engine.has_work:
-        for finished in engine.step():
-            found[finished.completion.key.sample] = finished.completion
-    return found
+        found += [finished.completion for finished in engine.step()]
+    return {completion.key.sample: completion for completion in found}
 
 
 def make_engine(model: InferenceModel, strategy: Strategy, exact: bool) -> RolloutEngine:
@@ -69,8 +68,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     model = InferenceModel(make_decoder(), num_positions=256, dtype=DTYPES[fast_dtype()])
     exact = check_invariance(model).holds
-    print(f"numerics: {'invariant' if exact else 'tolerant: rounding may flip a near-tie'}")
-    results: dict[str, dict[int, Completion]] = {}
+    print("numerics:", "invariant" if exact else "tolerant: rounding may flip a near-tie")
+    results = {}
     for name, strategy in (("plain", PLAIN), ("speculative", TREE)):
         engine = make_engine(model, strategy, exact)
         results[name] = generate(engine)
