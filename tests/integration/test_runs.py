@@ -110,6 +110,7 @@ CASES = [
     ("both on one worker", ["workers.count=1", "speculation.depth=2", "speculation.beam=1"]),
     ("learned", ["speculation.drafters=[learned]", "speculation.max_live_batch=3"]),
     ("cost model", ["speculation.tuner=cost_model"]),
+    ("bandit on one worker", ["speculation.tuner=bandit", "workers.count=1"]),
     ("both, no spot training", ["spot.enabled=false", "rollout.max_batch=3"]),
 ]
 

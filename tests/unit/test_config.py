@@ -182,3 +182,14 @@ def test_every_recipe_is_valid(recipe: Path) -> None:
     values = parse_yaml(recipe.read_text(encoding="utf-8"), recipe.name)
     verb = recipe.stem.partition("_")[0]
     build_config(CONFIGS.get(verb, RLConfig), values, recipe.name)
+
+
+@pytest.mark.parametrize(
+    ("tuner", "key"),
+    [("cost_model", "max_live_batch"), ("cost_model", "hysteresis"), ("bandit", "hysteresis")],
+)
+def test_limits_that_a_tuner_does_not_know_are_refused(
+    tmp_path: Path, tuner: str, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"speculation.{key} would have no effect"):
+        build_config(RLConfig, rl_values(tmp_path) | {"speculation": {"tuner": tuner, key: 3}})

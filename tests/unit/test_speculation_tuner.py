@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ratoon.errors import ConfigError
+from ratoon.speculation.bandit import BanditTuner
 from ratoon.speculation.cost_model import CostModelTuner, Gains, Latency
 from ratoon.speculation.strategy import MAX_DEPTH, PLAIN, Strategy, StrategyTable
 from ratoon.speculation.tree import Tree
@@ -193,3 +195,53 @@ def test_a_table_goes_by_the_live_batch_alone() -> None:
     deep = Strategy(depth=2)
     tuner = TableTuner(StrategyTable([(2, deep)], slack=1))
     assert [tuner.choose(n) for n in (5, 2, 3, 4, 3)] == [PLAIN, deep, deep, PLAIN, PLAIN]
+
+
+DEEP, WIDE = Strategy(depth=4, budget=8), Strategy(depth=1, budget=8)
+SMALL = Strategy(depth=1, branching=1, beam=1, budget=1)
+
+
+def play(
+    tuner: BanditTuner, num_live: int, rates: dict[Strategy, float], steps: int
+) -> list[Strategy]:
+    """Steps whose tokens per second depend on the arm alone."""
+    taken = []
+    for _ in range(steps):
+        arm = tuner.choose(num_live)
+        taken.append(arm)
+        seconds = 100 / rates.get(arm, 1.0)
+        tuner.observe(StepRecord(arm, num_live, num_live, 100, 0.2 * seconds, 0.8 * seconds))
+    return taken
+
+
+def test_a_bandit_finds_the_best_arm_of_its_bucket_and_keeps_exploring() -> None:
+    tuner = BanditTuner([(4, [DEEP, WIDE]), (16, [SMALL])], window=20)
+    taken = play(tuner, 3, {DEEP: 50.0, WIDE: 80.0}, 400)
+    assert taken[:2] == [DEEP, WIDE]
+    assert 0.9 < taken.count(WIDE) / 400 < 0.99
+    assert set(play(tuner, 4, {}, 50)) == {DEEP, WIDE}
+    assert set(play(tuner, 5, {}, 50)) == {SMALL}
+    assert set(play(tuner, 17, {}, 50)) == {PLAIN}
+
+
+def test_a_bandit_recovers_from_a_change() -> None:
+    tuner = BanditTuner([(4, [DEEP, WIDE])], window=20)
+    play(tuner, 1, {DEEP: 50.0, WIDE: 80.0}, 100)
+    play(tuner, 1, {DEEP: 90.0, WIDE: 80.0}, 400)
+    assert play(tuner, 1, {DEEP: 90.0, WIDE: 80.0}, 100).count(DEEP) > 85
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "words"),
+    [
+        ([(4, [DEEP]), (4, [WIDE])], {}, "ascending"),
+        ([(4, [])], {}, "no arms"),
+        ([(4, [DEEP])], {"epsilon": 1.5}, "epsilon"),
+        ([(4, [DEEP])], {"window": 0}, "window"),
+    ],
+)
+def test_a_bandit_that_cannot_choose_is_refused(
+    groups: list[tuple[int, list[Strategy]]], options: dict[str, float], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BanditTuner(groups, **options)

@@ -20,6 +20,7 @@ from ratoon.rollout.native.engine import RolloutEngine, positions_needed
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.latency import forward_seconds
 from ratoon.rollout.native.numerics import InvarianceReport, check_invariance
+from ratoon.speculation.bandit import BanditTuner
 from ratoon.speculation.cost_model import CostModelTuner, Latency
 from ratoon.speculation.strategy import Strategy, StrategyTable
 from ratoon.speculation.tuner import TableTuner, Tuner, never
@@ -122,6 +123,8 @@ class RolloutUnit:
         settings = self._drafting_spec.speculation
         if settings.tuner == "table":
             return TableTuner(StrategyTable(tiers_of(settings), slack=settings.hysteresis))
+        if settings.tuner == "bandit":
+            return BanditTuner([(limit, _depths(tree)) for limit, tree in tiers_of(settings)])
         points = forward_seconds(self.engine.model, settings.max_rows)
         return CostModelTuner(largest_of(settings), settings.max_rows, Latency(points))
 
@@ -167,6 +170,12 @@ def largest_of(settings: Speculation) -> Strategy:
         use_suffix="suffix" in settings.drafters,
         min_chance=MIN_CHANCE,
     )
+
+
+def _depths(tree: Strategy) -> list[Strategy]:
+    """The tree, and shallower ones with as many tokens to verify."""
+    depths = {tree.depth, max(1, tree.depth // 2), 1}
+    return [replace(tree, depth=depth) for depth in sorted(depths, reverse=True)]
 
 
 def tiers_of(settings: Speculation) -> list[tuple[int, Strategy]]:

@@ -36,16 +36,17 @@ class Speculation(Settings):
         description="Rows of one verification, all sequences together: the more sequences are "
         "live, the smaller their trees. Rows.",
     )
-    tuner: Literal["cost_model", "table"] = Field(
+    tuner: Literal["cost_model", "bandit", "table"] = Field(
         "cost_model",
         description="Who chooses the tree of each step. `cost_model` weighs measured seconds "
-        "against measured gains, and decodes plainly where guessing loses; `table` goes by the "
-        "live batch alone.",
+        "against measured gains, and decodes plainly where guessing loses; `bandit` is TLT's, "
+        "which tries several depths; `table` goes by the live batch alone.",
     )
     max_live_batch: int = Field(
         24,
         ge=1,
-        description="Of `table`: guess ahead while at most this many sequences are live.",
+        description="Of `bandit` and `table`: guess ahead while at most this many sequences are "
+        "live.",
     )
     hysteresis: int = Field(
         2,
@@ -60,14 +61,17 @@ class Speculation(Settings):
             len(set(self.drafters)) == len(self.drafters),
             f"speculation.drafters = {list(self.drafters)} names one twice",
         )
-        idle = {"max_live_batch", "hysteresis"} & set(self.changed_keys())
+        shared = 2 * self.max_live_batch <= self.max_rows
+        used = {"table": {"max_live_batch", "hysteresis"}, "bandit": {"max_live_batch"}}
+        idle = {"max_live_batch", "hysteresis"} - used.get(self.tuner, set())
+        idle &= set(self.changed_keys())
         require(
-            self.tuner == "table" or not self.enabled or not idle,
+            not self.enabled or not idle,
             f"speculation.{', speculation.'.join(sorted(idle))} would have no effect because "
             f"speculation.tuner is {self.tuner}; remove it, or set tuner: table",
         )
         require(
-            not self.enabled or self.tuner != "table" or 2 * self.max_live_batch <= self.max_rows,
+            not self.enabled or self.tuner == "cost_model" or shared,
             f"speculation.max_live_batch = {self.max_live_batch} must be <= half of "
             f"speculation.max_rows = {self.max_rows}: each sequence has a root and a candidate",
         )
