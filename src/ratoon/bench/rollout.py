@@ -1,11 +1,11 @@
 """Speed of decoding: plain against transformers, speculative against plain, and where time goes.
 
-One thread in a process like a run's workers, bf16, temperature 1, prompts of the quickstart's task
-(each once, so that no sibling's text helps), and speculation as the configuration's defaults have
-it for the live batch. Speculative and plain arms decode the same
-responses (the tokens are compared) at a constant live batch: a finished row is replaced at once,
-and only decode steps count. Each speculative arm starts from the same state of calibration and
-suffix index, which has never seen its prompts.
+One thread in a process like a run's workers, the machine's fast format, temperature 1, prompts of
+the quickstart's task (each once, so that no sibling's text helps), and speculation as `tuner: table`
+has it for the live batch. Speculative and plain arms decode the same responses (the tokens are
+compared) at a constant live batch: a finished row is replaced at once, and only decode steps count.
+Each speculative arm starts from the same state of calibration and suffix index, which has never seen
+its prompts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ratoon.bench.adaptive import BAR, against_plain
 from ratoon.bench.intervals import median_interval
 from ratoon.bench.subject import MAX_TOKENS, Decoded, Subject, decode, load_subject
 from ratoon.bench.timing import Stopwatch, interleaved, ratio_interval, worker_process
@@ -39,7 +40,7 @@ PROFILED_STEPS = 20
 def run(
     model: Path, *, drafter: Path | None = None, rounds: int = 9, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure all cases in interleaved rounds; JSON values. About six minutes for nine rounds.
+    """Measure all cases in interleaved rounds; JSON values. About nine minutes for nine rounds.
 
     Without `drafter` only the suffix drafter guesses. Ratios are medians over rounds with a
     bootstrap interval; a bar is met by the lower end.
@@ -56,6 +57,7 @@ def _measure(model: Path, drafter: Path | None, rounds: int, seed: int) -> dict[
     subject = load_subject(model, drafter)
     against_transformers = _against_transformers(subject, rounds, seed)
     speculative, identical, entropy = _speculative(subject, rounds)
+    adaptive = against_plain(subject, rounds)
     parts, selection = _parts(subject)
     barred = [row["low"] for row in speculative if row["live_batch"] in BARRED]
     return {
@@ -66,6 +68,7 @@ def _measure(model: Path, drafter: Path | None, rounds: int, seed: int) -> dict[
         "numerics": "invariant" if subject.confirm else "tolerant",
         "plain_against_transformers": against_transformers,
         "speculative_against_plain": speculative,
+        "adaptive_against_plain": adaptive,
         "milliseconds_of_a_step": parts,
         "selection_share_at_8_rows": selection,
         "tokens_identical": identical,
@@ -73,6 +76,7 @@ def _measure(model: Path, drafter: Path | None, rounds: int, seed: int) -> dict[
         "bars_met": {
             f"plain >= {PLAIN_BAR}x": min(r["low"] for r in against_transformers) >= PLAIN_BAR,
             f"speculative >= {SPECULATIVE_BAR}x": min(barred) >= SPECULATIVE_BAR,
+            f"adaptive >= {BAR}x": min(row["low"] for row in adaptive) >= BAR,
             f"selection <= {SELECTION_BAR}": selection["high"] <= SELECTION_BAR,
         },
     }

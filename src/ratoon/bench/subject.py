@@ -26,7 +26,7 @@ from ratoon.rollout.native.engine import Finished, RolloutEngine
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import check_invariance
 from ratoon.speculation.strategy import PLAIN, Strategy, StrategyTable
-from ratoon.speculation.tuner import RuleTuner
+from ratoon.speculation.tuner import RuleTuner, Tuner
 
 MAX_LENGTH = 448
 MAX_TOKENS = 288
@@ -98,8 +98,10 @@ class Subject:
             drafting.load(self.drafter, self.model.embedding)
         return drafting
 
-    def engine(self, num_rows: int, drafting: Drafting | None = None) -> RolloutEngine:
-        """An empty engine that drafts, if it can, as for this live batch throughout."""
+    def engine(
+        self, num_rows: int, drafting: Drafting | None = None, tuner: Tuner | None = None
+    ) -> RolloutEngine:
+        """An empty engine that drafts as the tuner says, or as for this live batch throughout."""
         strategy = PLAIN if drafting is None else self.strategy(num_rows)
         return RolloutEngine(
             self.model,
@@ -107,7 +109,7 @@ class Subject:
             max_length=MAX_LENGTH,
             vocab_limit=self.vocab_limit,
             drafting=drafting,
-            tuner=RuleTuner(lambda num_live: strategy),
+            tuner=tuner or RuleTuner(lambda num_live: strategy),
             confirm=self.confirm,
         )
 
@@ -143,9 +145,15 @@ def load_subject(path: Path, drafter_path: Path | None) -> Subject:
     )
 
 
-def decode(subject: Subject, size: int, number: int, drafting: Drafting | None = None) -> Decoded:
+def decode(
+    subject: Subject,
+    size: int,
+    number: int,
+    drafting: Drafting | None = None,
+    tuner: Tuner | None = None,
+) -> Decoded:
     """Decode at a constant live batch until so many tokens have come."""
-    engine = subject.engine(size, drafting)
+    engine = subject.engine(size, drafting, tuner)
     numbers = itertools.count()
     finished: list[Finished] = []
     tokens = rows = nodes = 0
