@@ -1,7 +1,7 @@
 """Speed of decoding: plain against transformers, speculative against plain, and where time goes.
 
 One thread in a process like a run's workers, the machine's fast format, temperature 1, prompts of
-the quickstart's task (each once, so that no sibling's text helps), and speculation as `tuner: table`
+the quickstart's task (each once: no sibling's text helps), and speculation as `tuner: table`
 has it for the live batch. Speculative and plain arms decode the same responses (the tokens are
 compared) at a constant live batch: a finished row is replaced at once, and only decode steps count.
 Each speculative arm starts from the same state of calibration and suffix index, which has never seen
