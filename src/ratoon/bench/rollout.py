@@ -4,8 +4,8 @@ One thread in a process like a run's workers, the machine's fast format, tempera
 the quickstart's task (each once: no sibling's text helps), and speculation as `tuner: table`
 has it for the live batch. Speculative and plain arms decode the same responses (the tokens are
 compared) at a constant live batch: a finished row is replaced at once, and only decode steps count.
-Each speculative arm starts from the same state of calibration and suffix index, which has never seen
-its prompts.
+Each speculative arm starts from the same state of calibration and suffix index, which has never
+seen its prompts.
 """
 
 from __future__ import annotations
