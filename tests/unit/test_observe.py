@@ -14,7 +14,7 @@ from ratoon.observe.provenance import provenance
 from ratoon.observe.run_folder import RunFolder, check_space, first_free
 from ratoon.observe.sinks import MetricsFile
 from ratoon.observe.summary import SUMMARY, write_summary
-from ratoon.observe.timeline import Timeline
+from ratoon.observe.timeline import Timeline, read_events
 from ratoon.records import Completion, DrawKey, Prompt, Stream
 
 
@@ -257,3 +257,42 @@ def test_a_resumed_run_that_ends_at_once_leaves_the_folder(tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt), Observer(resumed):
         raise KeyboardInterrupt
     assert folder.provenance.is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"time_s": 1}\n{"step": 2}\n', "line 1: must be an object with step"),
+        (b'{"step": 1, "x": "\xff"}\n{"step": 2}\n', "line 1: not JSON"),
+        (b'[1]\n{"step": 2}\n', "line 1: must be an object"),
+    ],
+)
+def test_records_that_are_damaged_are_named(tmp_path: Path, text: bytes, words: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(DataError, match=words):
+        list(read_lines(path, "step"))
+
+
+def test_a_timeline_that_is_something_else_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text('{"traceEvents": []}')
+    with pytest.raises(DataError, match="no event of a timeline"):
+        read_events(path)
+
+
+@pytest.mark.parametrize("text", [b"a: [", b"just words", b"\xff\xfe"])
+def test_a_damaged_configuration_of_a_run_is_named(tmp_path: Path, text: bytes) -> None:
+    folder = make_folder(tmp_path / "demo")
+    folder.config.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"config\.resolved\.yaml is damaged"):
+        RunFolder.resume(folder.path, config_yaml="seed: 1\n")
+
+
+def test_what_others_left_among_checkpoints_does_not_matter(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "demo")
+    (folder.checkpoints / "step_of_mine").mkdir()
+    folder.completions.rmdir()
+    text = folder.config.read_text()
+    with Observer(RunFolder.resume(folder.path, config_yaml=text)):
+        assert folder.completions.is_dir()

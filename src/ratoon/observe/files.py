@@ -63,22 +63,23 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
     write_atomically(path, "".join(to_json(row) + "\n" for row in rows))
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read one JSON object a line; an unfinished last line, left by a crash, is left out.
+def read_lines(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
+    """Read one JSON object a line, each with `keys`; an unfinished last line is left out.
 
     Raises:
-        DataError: any other line is not a JSON object.
+        DataError: any other line is not such an object.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
+            value = json.loads(line.decode("utf-8"))
+        except ValueError as error:
             if number == len(lines):
                 return
             raise DataError(f"{path}, line {number}: not JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise DataError(f"{path}, line {number}: must be an object, but is {line[:60]!r}")
+        if not isinstance(value, dict) or not value.keys() >= set(keys):
+            wanted = f"an object with {', '.join(keys)}" if keys else "an object"
+            raise DataError(f"{path}, line {number}: must be {wanted}, but is {line[:60]!r}")
         yield value

@@ -84,21 +84,23 @@ class RunFolder:
             raise ConfigError(
                 f"`name` / `output_dir`: {path} holds no run to resume; leave --resume out"
             )
-        changed = _changed_keys(folder.config.read_text(encoding="utf-8"), config_yaml)
-        values = yaml.safe_load(config_yaml)
+        before, values = _settings(folder.config), yaml.safe_load(config_yaml)
+        changed = _changed_keys(before, values)
         if changed:
             free = [words for key, words in _MAY_CHANGE.items() if key in values]
             raise ConfigError(
                 f"{'; '.join(changed)} in {folder.config}; a run is resumed with the settings it "
                 f"began with, only {' and '.join(free)}"
             )
-        _refuse_other_rates(yaml.safe_load(folder.config.read_text(encoding="utf-8")), values)
+        _refuse_other_rates(before, values)
         folder._refuse_finished(values.get("steps"))
         return folder
 
     def settle(self) -> None:
         """Write the configuration that the run is resumed with; needs the right to write."""
         if self.pending_config is not None:
+            for folder in self._folders():
+                folder.mkdir(exist_ok=True)
             write_atomically(self.config, self.pending_config)
 
     @property
@@ -186,15 +188,14 @@ class RunFolder:
             return
         # A resumed run records before it replaces the model of the shorter one.
         is_newest = self.model.stat().st_mtime_ns >= self.metrics.stat().st_mtime_ns
-        done = max((row["step"] for row in read_lines(self.metrics)), default=0)
+        done = max((row["step"] for row in read_lines(self.metrics, "step")), default=0)
         if is_newest and (steps is None or done >= steps):
             advice = "give another `name`" if steps is None else "raise `steps` to go on with it"
             raise ConfigError(f"the run in {self.path} is complete after {done} steps; {advice}")
 
     def _refuse_finished(self, steps: int | None) -> None:
-        done = max(
-            (int(p.name.rpartition("_")[2]) for p in self.checkpoints.glob("step_*")), default=0
-        )
+        numbers = (path.name.rpartition("_")[2] for path in self.checkpoints.glob("step_*"))
+        done = max((int(number) for number in numbers if number.isdecimal()), default=0)
         if steps is not None and (done > steps or (done == steps and self.summary.is_file())):
             raise ConfigError(
                 f"`steps` = {steps}: the run in {self.path} has done {done} steps already; raise "
@@ -240,6 +241,17 @@ def first_free(path: Path) -> Path:
     return candidate
 
 
+def _settings(path: Path) -> dict[str, Any]:
+    """A run's resolved configuration. Raises: ConfigError if it is damaged."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = str(error).splitlines()[0]
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is damaged ({values}); the run cannot be resumed without it")
+    return values
+
+
 def _refuse_other_rates(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise ConfigError where more steps would have given those already done another rate."""
     schedule = after.get("optimizer", {}).get("schedule")
@@ -251,9 +263,9 @@ def _refuse_other_rates(before: dict[str, Any], after: dict[str, Any]) -> None:
         )
 
 
-def _changed_keys(before: str, after: str) -> list[str]:
+def _changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Name the settings that differ between two resolved configurations and must not."""
-    old, new = (dict(_flat("", yaml.safe_load(text))) for text in (before, after))
+    old, new = (dict(_flat("", values)) for values in (before, after))
     return [
         f"`{key}` is {new.get(key)!r} but was {old.get(key)!r}"
         for key in sorted(old.keys() | new.keys())

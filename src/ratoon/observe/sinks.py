@@ -44,7 +44,8 @@ class MetricsFile:
     def truncate_after(self, step: int) -> None:
         """Drop all records later than `step`, and a torn last line: the run resumes there."""
         self._file.close()
-        write_lines(self.path, [row for row in read_lines(self.path) if row["step"] <= step])
+        rows = [row for row in read_lines(self.path, "step") if row["step"] <= step]
+        write_lines(self.path, rows)
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:

@@ -112,10 +112,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            events.append(json.loads(line.rstrip(",")))
+            event = json.loads(line.rstrip(","))
         except json.JSONDecodeError as error:
             if number < len(lines):
                 raise DataError(f"{path}, event {number}: not JSON ({error})") from None
+            continue
+        if not isinstance(event, dict) or not event.keys() >= {"ph", "tid", "args"}:
+            raise DataError(f"{path}, event {number}: no event of a timeline, but {line[:60]!r}")
+        events.append(event)
     return events
 
 

@@ -102,7 +102,7 @@ def _json(path: Path) -> dict[str, Any] | None:
 def _metrics(path: Path) -> dict[int, dict[str, float]]:
     merged: dict[int, dict[str, float]] = defaultdict(dict)
     if path.is_file():
-        for row in read_lines(path):
+        for row in read_lines(path, "step"):
             values = {k: v for k, v in row.items() if k != "step" and v is not None}
             merged[row["step"]] |= values
     return dict(merged)

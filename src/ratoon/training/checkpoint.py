@@ -57,13 +57,14 @@ def load_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, An
     try:
         counters: dict[str, Any] = json.loads((folder / COUNTERS).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSORS)
-    except (OSError, ValueError, SafetensorError) as error:
+        expected = counters["tensors"]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds no whole trainer state ({error}); resume from another checkpoint"
         ) from None
-    if len(tensors) != counters["tensors"]:
+    if len(tensors) != expected:
         raise CheckpointError(
-            f"{folder / TENSORS} has {len(tensors)} tensors, {counters['tensors']} were written; "
+            f"{folder / TENSORS} has {len(tensors)} tensors, {expected} were written; "
             "resume from another checkpoint"
         )
     kinds: dict[str, dict[str, Tensor]] = {}

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ratoon.errors import CheckpointError
 from ratoon.est.adapters import decoder_layout
 from ratoon.est.sliced_forward import hidden_states
 from ratoon.est.subnetwork import Shape, Subnetwork
@@ -163,8 +164,13 @@ class Pretrainer:
 
         All workers call this; worker 0 gives the state, the others None.
 
-        Raises: CheckpointError if the tensors are not this decoder's.
+        Raises: CheckpointError if the tensors are not this decoder's, or of another kind of run.
         """
+        if tensors is not None and "counts" not in values:
+            raise CheckpointError(
+                "the checkpoint's trainer state is not of pretraining: it counts no updates by "
+                "parameter; resume with the command that made it"
+            )
         if tensors is not None:
             self.weights.load(tensors, values["counts"])
         self.weights.follow()
