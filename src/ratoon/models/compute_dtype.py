@@ -16,12 +16,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Config = TypeVar("Config", RLConfig, SFTConfig, PretrainConfig)
 
 
-def fast_dtype() -> str:
-    """`bfloat16` where the hardware multiplies it, else `float32`.
+def fast_dtype(*, cuda: bool = False) -> str:
+    """`bfloat16` where the CPU, or the GPU, multiplies it, else `float32`.
 
     A CPU without such instructions emulates them at a tenth of its float32 speed.
     """
-    if torch.cuda.is_available():
+    if cuda:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     return "bfloat16" if prepacking_available() else "float32"
 
@@ -33,5 +33,7 @@ def with_dtype(config: Config) -> Config:
     """
     if config.model.dtype != "auto":
         return config
-    model = config.model.model_copy(update={"dtype": fast_dtype()})
+    # Only pretraining leaves the CPU.
+    cuda = isinstance(config, PretrainConfig) and torch.cuda.is_available()
+    model = config.model.model_copy(update={"dtype": fast_dtype(cuda=cuda)})
     return config.model_copy(update={"model": model})
