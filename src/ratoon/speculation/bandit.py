@@ -27,6 +27,8 @@ class BanditTuner:
     decoding is plain. An arm that was never taken is taken next. `seed` decides what explores.
     """
 
+    counts_visits = False
+
     def __init__(
         self,
         groups: Sequence[tuple[int, Sequence[Strategy]]],

@@ -142,6 +142,8 @@ class CostModelTuner:
     together have at most `max_rows` rows. `verify` is the measured cost of a forward pass by rows.
     """
 
+    counts_visits = True
+
     def __init__(self, largest: Strategy, max_rows: int, verify: Latency) -> None:
         self._largest = largest
         self._max_rows = max_rows

@@ -19,7 +19,8 @@ class StepRecord:
     `num_live` sequences, `rows` of the forward pass (trees padded to the largest), `tokens` that
     became known; `draft_s` seconds of drafting and `verify_s` of all the rest. `visits[r][k]` is
     the share of sequences whose drafted node of rank r, by chance, lay at depth k + 1 and was
-    visited; `present[r]` the share that drafted so many nodes. Both are empty in a plain step.
+    visited; `present[r]` the share that drafted so many nodes. Both are empty in a plain step, and
+    for a tuner that does not count visits.
     """
 
     strategy: Strategy
@@ -33,7 +34,9 @@ class StepRecord:
 
 
 class Tuner(Protocol):
-    """Chooses the strategy of each decode step."""
+    """Chooses the strategy of each decode step. `counts_visits` says that records need them."""
+
+    counts_visits: bool
 
     def choose(self, num_live: int) -> Strategy:
         """The strategy for so many live sequences."""
@@ -46,6 +49,8 @@ class Tuner(Protocol):
 
 class RuleTuner:
     """A function of the live batch. Example: `RuleTuner(lambda num_live: PLAIN)`."""
+
+    counts_visits = False
 
     def __init__(self, rule: Callable[[int], Strategy]) -> None:
         self._rule = rule
@@ -60,6 +65,8 @@ class RuleTuner:
 
 class TableTuner:
     """A picker's choice, such as `StrategyTable`'s: what TLT calls a static threshold."""
+
+    counts_visits = False
 
     def __init__(self, picker: StrategyPicker) -> None:
         self._picker = picker

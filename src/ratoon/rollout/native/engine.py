@@ -241,7 +241,8 @@ class RolloutEngine:
         """Tell the tuner of the step, which ends now; `drafted` is when its tree was ready."""
         visits: list[list[float]] = []
         present: list[float] = []
-        if not strategy.is_plain and tree.tokens.shape[1] > 1:
+        guessed = not strategy.is_plain and tree.tokens.shape[1] > 1
+        if guessed and self._tuner.counts_visits:
             visits, present = visits_by_rank(tree, verified.path, carried)
         self._tuner.observe(
             StepRecord(
