@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,12 +143,21 @@ def test_a_run_without_a_folder_gives_the_same_numbers(data: Path) -> None:
     assert found.losses == expected.losses
 
 
-def test_a_run_is_not_resumed_into_another_past(data: Path) -> None:
-    config = make_config(data, "past", evolve=EVOLVE)
+@pytest.mark.parametrize(
+    ("evolve", "decay", "words"),
+    [(None, 0.9, "learning rate of the last step was"), (EVOLVE, 0.5, "stages was")],
+)
+def test_a_run_is_not_resumed_into_another_past(
+    data: Path, evolve: dict[str, Any] | None, decay: float, words: str
+) -> None:
+    """The decay of wsd had begun, and would not have; stages would have begun later."""
+    wsd = ("optimizer.schedule=wsd", f"optimizer.decay_frac={decay}")
+    name = words.split()[0]
+    config = make_config(data, name, *wsd, evolve=evolve)
     with pytest.raises(CutShort), EndsAt(open_folder(config), 9) as observer:
         pretrain(config, RunFolder(config.output_dir / config.name), observer)
-    longer = make_config(data, "past", "steps=24", evolve=EVOLVE)
-    with pytest.raises(ConfigError, match="learning rate of the last step was"):
+    longer = make_config(data, name, *wsd, "steps=24", evolve=evolve)
+    with pytest.raises(ConfigError, match=words):
         run(longer, resume=True)
 
 
