@@ -36,6 +36,8 @@ _HYSTERESIS = 1.03
 _HOLD_STEPS = 4
 # While decoding is plain, one step in so many guesses all the same: the drafter may have improved.
 _PROBE_STEPS = 48
+# And the other way: what a plain step costs is known only of plain steps.
+_PLAIN_PROBE_STEPS = 64
 _MIN_CHANCE = 0.01
 _MAX_CHANCE = 0.5
 
@@ -154,7 +156,7 @@ class CostModelTuner:
         self._gains = Gains(largest.budget, largest.depth)
         self._trees = _trees(largest)
         self._choice = _Choice(PLAIN, 0, 0)
-        self._plain_steps = 0
+        self._plain_steps = self._guessing_steps = 0
 
     def choose(self, num_live: int) -> Strategy:
         """See `Tuner.choose`."""
@@ -164,7 +166,8 @@ class CostModelTuner:
         choice.steps -= 1
         if not choice.strategy.is_plain:
             self._plain_steps = 0
-            return choice.strategy
+            self._guessing_steps = (self._guessing_steps + 1) % _PLAIN_PROBE_STEPS
+            return choice.strategy if self._guessing_steps else PLAIN
         self._plain_steps += 1
         trees = self._fitting(num_live)
         if self._plain_steps < _PROBE_STEPS or not trees:
