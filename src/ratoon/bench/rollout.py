@@ -20,7 +20,15 @@ import torch
 
 from ratoon.bench.adaptive import BAR, against_plain
 from ratoon.bench.intervals import median_interval
-from ratoon.bench.subject import MAX_TOKENS, Decoded, Subject, decode, load_subject
+from ratoon.bench.subject import (
+    MAX_TOKENS,
+    Decoded,
+    Subject,
+    compared,
+    decode,
+    guessing_arm,
+    load_subject,
+)
 from ratoon.bench.timing import Stopwatch, interleaved, ratio_interval, worker_process
 from ratoon.errors import CapabilityError
 from ratoon.observe.provenance import provenance
@@ -169,48 +177,19 @@ def _speculative(subject: Subject, rounds: int) -> tuple[list[dict[str, Any]], b
     arms: dict[str, Callable[[int], Decoded]] = {}
     for size in LIVE_BATCHES:
         arms[f"plain {size}"] = partial(decode, subject, size)
-        arms[f"speculative {size}"] = _speculative_arm(subject, size)
+        arms[f"speculative {size}"] = guessing_arm(subject, size)
     results = interleaved(arms, rounds)
     rows: list[dict[str, Any]] = []
     logprobs: list[float] = []
     identical = True
     for size in LIVE_BATCHES:
         plain, guessed = results[f"plain {size}"], results[f"speculative {size}"]
-        ratio = ratio_interval([d.rate for d in guessed], [d.rate for d in plain])
-        num_rows = sum(decoded.rows for decoded in guessed)
-        rows.append(
-            {
-                "live_batch": size,
-                "plain_tokens_per_s": median_interval([d.rate for d in plain])["median"],
-                "speculative_tokens_per_s": median_interval([d.rate for d in guessed])["median"],
-                "ratio": ratio["median"],
-                "low": ratio["low"],
-                "high": ratio["high"],
-                "acceptance_length": sum(d.tokens for d in guessed) / num_rows,
-                "nodes_per_row": sum(d.nodes for d in guessed) / num_rows,
-            }
-        )
+        rows.append(compared(size, plain, guessed, "speculative"))
         for one, other in zip(plain, guessed, strict=True):
             both = one.finished.keys() & other.finished.keys()
             identical &= all(one.finished[key] == other.finished[key] for key in both)
             logprobs += one.logprobs
     return rows, identical, -sum(logprobs) / max(1, len(logprobs))
-
-
-def _speculative_arm(subject: Subject, size: int) -> Callable[[int], Decoded]:
-    drafting = subject.drafting(size)
-    # The warm-up round calibrates; every later round starts from there.
-    state: dict[str, Any] = {}
-
-    def arm(number: int) -> Decoded:
-        if state:
-            drafting.load_state_dict(state)
-        decoded = decode(subject, size, number, drafting)
-        if not state:
-            state.update(drafting.state_dict())
-        return decoded
-
-    return arm
 
 
 # Where a step's time goes

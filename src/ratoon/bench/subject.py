@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ratoon.bench.intervals import median_interval
+from ratoon.bench.timing import ratio_interval
 from ratoon.cluster.rollout_unit import tiers_of
 from ratoon.config.speculation import Speculation
 from ratoon.data.prompts import PromptStyle, load_prompts
@@ -175,3 +177,40 @@ def decode(
     answers = {item.completion.key: item.completion.token_ids for item in finished}
     logprobs = [value for item in finished for value in item.completion.logprobs]
     return Decoded(tokens, seconds, rows, nodes, answers, logprobs)
+
+
+def guessing_arm(
+    subject: Subject, size: int, tuner: Tuner | None = None
+) -> Callable[[int], Decoded]:
+    """Decodes with both drafters, by the tuner or as for this live batch throughout."""
+    drafting = subject.drafting(size)
+    # The warm-up round calibrates; every later round starts from there.
+    state: dict[str, Any] = {}
+
+    def arm(number: int) -> Decoded:
+        if state:
+            drafting.load_state_dict(state)
+        decoded = decode(subject, size, number, drafting, tuner)
+        if not state:
+            state.update(drafting.state_dict())
+        return decoded
+
+    return arm
+
+
+def compared(
+    size: int, plain: Sequence[Decoded], guessed: Sequence[Decoded], name: str
+) -> dict[str, Any]:
+    """Speeds of both arms by round as one row: medians, ratio with interval, what was guessed."""
+    ratio = ratio_interval([d.rate for d in guessed], [d.rate for d in plain])
+    num_rows = sum(d.rows for d in guessed)
+    return {
+        "live_batch": size,
+        "plain_tokens_per_s": median_interval([d.rate for d in plain])["median"],
+        f"{name}_tokens_per_s": median_interval([d.rate for d in guessed])["median"],
+        "ratio": ratio["median"],
+        "low": ratio["low"],
+        "high": ratio["high"],
+        "acceptance_length": sum(d.tokens for d in guessed) / num_rows,
+        "nodes_per_row": sum(d.nodes for d in guessed) / num_rows,
+    }

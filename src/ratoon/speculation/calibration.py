@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ratoon.speculation.proposer import Source
 from ratoon.speculation.strategy import MAX_DEPTH
-from ratoon.speculation.tree import Tree
+from ratoon.speculation.tree import Tree, visited_nodes
 from ratoon.speculation.verify import Verified
 
 # Evidence is halved after about 1,400 observed steps, so that the scale follows a drafter that is
@@ -54,8 +54,7 @@ class Calibration:
         with nodes that were not drafted.
         """
         parents = tree.parents.clamp_min(0)
-        visited = torch.zeros_like(tree.valid)
-        visited.scatter_(1, verified.path.clamp_min(0), True)
+        visited = visited_nodes(tree, verified.path)
         is_trial = tree.valid & visited.gather(1, parents)
         is_trial[:, 0] = False
         predicted = tree.chances / tree.chances.gather(1, parents).clamp_min(1e-30)

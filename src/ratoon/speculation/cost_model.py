@@ -169,8 +169,10 @@ class CostModelTuner:
             self._guessing_steps = (self._guessing_steps + 1) % _PLAIN_PROBE_STEPS
             return choice.strategy if self._guessing_steps else PLAIN
         self._plain_steps += 1
+        if self._plain_steps < _PROBE_STEPS:
+            return PLAIN
         trees = self._fitting(num_live)
-        if self._plain_steps < _PROBE_STEPS or not trees:
+        if not trees:
             return PLAIN
         self._plain_steps = 0
         return self._pruned(max(trees, key=lambda tree: self._rate(tree, num_live)), num_live)

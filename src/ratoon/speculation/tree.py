@@ -68,3 +68,9 @@ def ancestor_mask(tree: Tree) -> Tensor:
         mask.scatter_(2, ancestors.unsqueeze(2), True)
         ancestors = parents.gather(1, ancestors)
     return mask
+
+
+def visited_nodes(tree: Tree, path: Tensor) -> Tensor:
+    """Which nodes lie on `path [B, L]`, padded with -1; the root always does. Bool `[B, N]`."""
+    visited = torch.zeros_like(tree.valid)
+    return visited.scatter_(1, path.clamp_min(0), True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ratoon.speculation.strategy import MAX_DEPTH
-from ratoon.speculation.tree import Tree
+from ratoon.speculation.tree import Tree, visited_nodes
 
 
 def visits_by_rank(
@@ -25,8 +25,7 @@ def visits_by_rank(
     Source: ours.
     """
     drafted = tree.valid & (tree.depths > root_depths[:, None])
-    visited = torch.zeros_like(tree.valid)
-    visited.scatter_(1, path.clamp_min(0), True)
+    visited = visited_nodes(tree, path)
     order = tree.chances.masked_fill(~drafted, -1.0).argsort(dim=1, descending=True, stable=True)
     order = order[:, : tree.tokens.shape[1] - 1]
     seen = (visited & drafted).gather(1, order)
