@@ -36,15 +36,11 @@ def pretrain(
         _plan(config, overrides or (), vocabulary, processes or 1, resume=resume)
         return
     _refuse_idle(vocabulary, processes)
-    from ratoon.cli.running import finish, open_folder, watching
-    from ratoon.config import PretrainConfig, load_config
+    from ratoon.cli.running import finish, load_settings, open_folder, watching
+    from ratoon.config import PretrainConfig
     from ratoon.observe.observer import Observer
 
-    checked = load_config(PretrainConfig, config, overrides or ())
-    # Wrong settings are found without waiting for torch.
-    from ratoon.models.compute_dtype import with_dtype
-
-    settings = with_dtype(checked)
+    settings = load_settings(PretrainConfig, config, overrides or ())
     if int(os.environ.get("RANK", "0")) > 0:
         from ratoon.loop.pretrain_run import pretrain as work
 

@@ -18,14 +18,10 @@ def rl(
     ] = False,
 ) -> None:
     """Train a policy by reinforcement learning."""
-    from ratoon.cli.running import finish, open_folder, watching
-    from ratoon.config import RLConfig, load_config
+    from ratoon.cli.running import finish, load_settings, open_folder, watching
+    from ratoon.config import RLConfig
 
-    checked = load_config(RLConfig, config, overrides or ())
-    # Wrong settings are found without waiting for torch.
-    from ratoon.models.compute_dtype import with_dtype
-
-    settings = with_dtype(checked)
+    settings = load_settings(RLConfig, config, overrides or ())
     folder = open_folder(settings, resume=resume)
     with watching(folder) as observer:
         from ratoon.loop.rl_run import run_rl

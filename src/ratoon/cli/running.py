@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from ratoon.cli.live import make_display
-from ratoon.config import resolved_yaml
+from ratoon.config import load_config, resolved_yaml
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.config.rl import RLConfig
 from ratoon.config.sft import SFTConfig
@@ -18,6 +20,20 @@ from ratoon.observe.observer import Observer
 from ratoon.observe.provenance import provenance
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.summary import OPTIONAL, SUMMARY
+
+Config = TypeVar("Config", RLConfig, SFTConfig, PretrainConfig)
+
+
+def load_settings(kind: type[Config], path: Path, overrides: Sequence[str]) -> Config:
+    """A run's configuration, with the number format that this machine is fast in.
+
+    Raises: ConfigError as `load_config` does.
+    """
+    config = load_config(kind, path, overrides)
+    # Wrong settings are found without waiting for torch.
+    from ratoon.models.compute_dtype import with_dtype
+
+    return with_dtype(config)
 
 
 def open_folder(config: RLConfig | SFTConfig | PretrainConfig, *, resume: bool) -> RunFolder:

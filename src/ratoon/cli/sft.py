@@ -18,14 +18,10 @@ def sft(
     ] = False,
 ) -> None:
     """Fine-tune a model on examples."""
-    from ratoon.cli.running import finish, open_folder, watching
-    from ratoon.config import SFTConfig, load_config
+    from ratoon.cli.running import finish, load_settings, open_folder, watching
+    from ratoon.config import SFTConfig
 
-    checked = load_config(SFTConfig, config, overrides or ())
-    # Wrong settings are found without waiting for torch.
-    from ratoon.models.compute_dtype import with_dtype
-
-    settings = with_dtype(checked)
+    settings = load_settings(SFTConfig, config, overrides or ())
     folder = open_folder(settings, resume=resume)
     with watching(folder) as observer:
         from ratoon.loop.sft_run import run_sft
