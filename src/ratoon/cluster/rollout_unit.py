@@ -192,13 +192,7 @@ def tiers_of(settings: Speculation) -> list[tuple[int, Strategy]]:
     tiers = []
     for limit in (*limits, settings.max_live_batch):
         budget = min(settings.budget, settings.max_rows // limit - 1)
-        strategy = replace(
-            largest_of(settings),
-            depth=min(settings.depth, budget),
-            branching=min(settings.branching, budget),
-            beam=min(settings.beam, budget),
-            budget=budget,
-            min_chance=min(MIN_CHANCE * limit, MAX_MIN_CHANCE),
-        )
-        tiers.append((limit, strategy))
+        tree = largest_of(settings).within(budget, settings.depth)
+        min_chance = min(MIN_CHANCE * limit, MAX_MIN_CHANCE)
+        tiers.append((limit, replace(tree, min_chance=min_chance)))
     return tiers

@@ -223,13 +223,7 @@ def _trees(largest: Strategy) -> list[Strategy]:
     )
     depths = [n for n in (1, 2, 3, 4, 6, 8, 12) if n < largest.depth]
     return [
-        replace(
-            largest,
-            budget=budget,
-            depth=depth,
-            branching=min(largest.branching, budget),
-            beam=min(largest.beam, budget),
-        )
+        largest.within(budget, depth)
         for budget in (*budgets, largest.budget)
         for depth in (*depths, largest.depth)
         if depth <= budget

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ratoon.errors import ConfigError
@@ -69,6 +69,16 @@ class Strategy:
     def is_plain(self) -> bool:
         """Whether the step decodes one token per sequence without drafting."""
         return self.depth == 0
+
+    def within(self, budget: int, depth: int) -> Strategy:
+        """The same tree with so many nodes, and at most so many levels."""
+        return replace(
+            self,
+            budget=budget,
+            depth=min(depth, budget),
+            branching=min(self.branching, budget),
+            beam=min(self.beam, budget),
+        )
 
 
 PLAIN = Strategy(depth=0, use_learned=False, use_suffix=False)
