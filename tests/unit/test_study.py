@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"family": "gpt2", "width": 32, "layers": 2, "heads": 2, "mlp_width": 64}
+    shape = {"family": "gpt2", "layers": 2, "heads": 2}
     monkeypatch.setitem(study_arms.BASE, "model", {"shape": shape})
     update = {"batch_tokens": 64, "micro_batch_tokens": 64}
     monkeypatch.setitem(study_arms.BASE, "update", update)
@@ -53,6 +53,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_study(data: Path, tmp_path: Path, **changes: Any) -> Study:
     values: dict[str, Any] = {
+        "width": 32,
         "data": data,
         "results": tmp_path / "results",
         "work": tmp_path / "work",
@@ -70,7 +71,14 @@ def test_every_arm_is_a_valid_configuration_that_ends_with_its_whole_model(
     arm: str, data: Path, tmp_path: Path
 ) -> None:
     config = arm_config(
-        arm, data, steps=1000, lr=1e-3, seed=0, name="x", output_dir=tmp_path / "runs"
+        arm,
+        data,
+        width=128,
+        steps=1000,
+        lr=1e-3,
+        seed=0,
+        name="x",
+        output_dir=tmp_path / "runs",
     )
     if config.evolve is not None and config.evolve.adaptive is None:
         assert config.evolve.stages[-1].rates == (1.0, 1.0, 1.0)
@@ -78,7 +86,9 @@ def test_every_arm_is_a_valid_configuration_that_ends_with_its_whole_model(
 
 def test_arms_of_one_budget_take_the_same_seconds(data: Path, tmp_path: Path) -> None:
     for arm, times in TIMES.items():
-        draft = arm_config(arm, data, steps=1000, lr=1e-3, seed=0, name="x", output_dir=tmp_path)
+        draft = arm_config(
+            arm, data, width=128, steps=1000, lr=1e-3, seed=0, name="x", output_dir=tmp_path
+        )
         steps = num_steps(draft, times, 400.0)
         starts = [0.0] if draft.evolve is None else [s.start for s in draft.evolve.stages]
         stages = [

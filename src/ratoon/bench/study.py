@@ -46,9 +46,11 @@ Say = Callable[[str], None]
 class Study:
     """What is compared, and where results and unfinished runs lie.
 
-    `tokens` are those of the full model's run of budget 1; a budget is a share of its seconds.
+    `width` is that of the model. `tokens` are those of the full model's run of budget 1; a budget is
+    a share of its seconds.
     """
 
+    width: int
     data: Path
     results: Path
     work: Path
@@ -91,7 +93,14 @@ def run(study: Study, processes: int, say: Say) -> list[dict[str, Any]]:
     for arm in study.arms:
         open_data(
             arm_config(
-                arm, study.data, steps=1000, lr=1e-3, seed=0, name=arm, output_dir=study.work
+                arm,
+                study.data,
+                width=study.width,
+                steps=1000,
+                lr=1e-3,
+                seed=0,
+                name=arm,
+                output_dir=study.work,
             )
         )
     study.results.mkdir(parents=True, exist_ok=True)
@@ -146,7 +155,9 @@ def _times(study: Study, say: Say) -> Times:
             ProcessPoolExecutor(1, context) as pool,
         ):
             arms = list(dict.fromkeys(["full", *missing]))
-            found = pool.submit(measure_times, arms, study.data, TIMING_ROUNDS).result()
+            found = pool.submit(
+                measure_times, arms, study.data, study.width, TIMING_ROUNDS
+            ).result()
         scale = times["full"][0][-1] / found["full"][0][-1] if "full" in times else 1.0
         for arm in missing:
             times[arm] = [
@@ -191,6 +202,7 @@ def cell_config(study: Study, times: Times, cell: Cell) -> PretrainConfig:
         return arm_config(
             cell.arm,
             study.data,
+            width=study.width,
             steps=steps,
             lr=cell.lr,
             seed=cell.seed,
@@ -222,6 +234,7 @@ def run_cell(cell: Cell, config: PretrainConfig, times: Times, results: Path) ->
         "budget": cell.budget,
         "lr": cell.lr,
         "seed": cell.seed,
+        "width": config.model.shape.width if config.model.shape else None,
         "steps": config.steps,
         "data": TokenFile(config.data.path / TRAIN, 1).header.sha256,
         "stages": [[stage.start, *stage.rates.values] for stage in run.stages],

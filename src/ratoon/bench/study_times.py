@@ -36,13 +36,20 @@ _MANY_STEPS = 1000
 Times = dict[str, list[tuple[float, float, float, float]]]
 
 
-def measure_times(arms: Sequence[str], data: Path, rounds: int) -> Times:
-    """Median seconds of a step of each arm, by stage."""
+def measure_times(arms: Sequence[str], data: Path, width: int, rounds: int) -> Times:
+    """Median seconds of a step of each arm, by stage, for a model of `width`."""
     torch.set_num_threads(1)
     cases: dict[tuple[str, Rates], Callable[[int], float]] = {}
     for arm in arms:
         config = arm_config(
-            arm, data, steps=_MANY_STEPS, lr=1e-6, seed=0, name="times", output_dir=Path()
+            arm,
+            data,
+            width=width,
+            steps=_MANY_STEPS,
+            lr=1e-6,
+            seed=0,
+            name="times",
+            output_dir=Path(),
         )
         cases |= {(arm, rates): steps for rates, steps in _steps(config).items()}
     seconds = interleaved({str(number): case for number, case in enumerate(cases.values())}, rounds)

@@ -24,9 +24,18 @@ def study(
         str, typer.Option(help="Peak learning rates that the first seed tries.")
     ] = "1e-3,2e-3,4e-3",
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each arm and budget.")] = 3,
+    width: Annotated[
+        int,
+        typer.Option(min=8, help="The model's width; its head fits a vocabulary of 32 times that."),
+    ] = 128,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the full model's run of budget 1.")
-    ] = 24_000_000,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of the full model's run of budget 1; 20 per parameter of its layers by "
+            "default.",
+        ),
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
     work: Annotated[Path, typer.Option(help="Folder of unfinished runs.")] = Path("runs/study"),
     show: Annotated[
@@ -37,7 +46,7 @@ def study(
 ) -> None:
     """Pretraining on subnetworks that grow, against the full model at equal seconds."""
     from ratoon.bench.study import Study, load_results, run
-    from ratoon.bench.study_arms import ARMS
+    from ratoon.bench.study_arms import ARMS, study_tokens
     from ratoon.bench.study_summary import summarise
     from ratoon.observe.files import write_atomically
     from ratoon.report.study import render_study
@@ -45,6 +54,7 @@ def study(
     console = Console(stderr=True)
     if not show:
         wanted = Study(
+            width=width,
             data=data,
             results=results,
             work=work,
@@ -52,7 +62,7 @@ def study(
             budgets=_numbers("--budgets", budgets),
             lrs=_numbers("--lrs", lrs),
             seeds=seeds,
-            tokens=tokens,
+            tokens=tokens or study_tokens(width),
         )
         run(wanted, processes, lambda text: console.print(text, highlight=False))
     record = summarise(load_results(results))
