@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ratoon.records import DrawKey, SamplingParams, Stream
 from ratoon.sampling import Selector, row_keys, sequence_keys
-from ratoon.speculation.tree import Tree, root_only
+from ratoon.speculation.tree import Tree, packed, root_only
 from ratoon.speculation.verify import walk
 
 WORDS = ("the", "old", "dog", "cat", "sat", "ran", "on", ".")
@@ -63,8 +63,10 @@ def speculative(drafter: str) -> tuple[list[int], list[int]]:
     tokens, commits = [0], []
     while len(tokens) < LENGTH:
         tree = draft(tokens, drafter)
-        logits: Tensor = LOGITS[tree.tokens]  # The target at every node, in one call.
-        verified = walk(tree, logits, KEYS, torch.tensor([len(tokens)]), SELECTOR, PARAMS)
+        nodes, places = packed(tree)
+        logits: Tensor = LOGITS[tree.tokens.view(-1)[nodes]]  # The target at all nodes at once.
+        t0 = torch.tensor([len(tokens)])
+        verified = walk(tree, logits, places, KEYS, t0, SELECTOR, PARAMS)
         commits.append(int(verified.counts))
         tokens += verified.tokens[0, : commits[-1]].tolist()
     return tokens[:LENGTH], commits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ MAX_NODES = 12
 PREFILL_CHUNK = 16
 CHAIN = Strategy(depth=4, branching=1, beam=1, budget=4, min_chance=1e-6)
 TREE = Strategy(depth=4, branching=3, beam=3, budget=MAX_NODES - 1, min_chance=1e-6)
+SHARED = replace(TREE, budget=2, cap=MAX_NODES - 1)
 DRAFTERS = {"suffix": (False, True), "learned": (True, False), "merged": (True, True)}
 PARAMS = {
     "temperature 1": SamplingParams(),
@@ -264,17 +265,19 @@ def watch(engine: RolloutEngine, corrupt: Callable[[RolloutEngine], None] | None
     counts = Counts()
     commit = engine.rows.commit
 
-    def counted(verified: Verified, known: Tensor, final: Tensor, states: Tensor) -> None:
+    def counted(verified: Verified, known: Tensor, final: Tensor, *rest: Tensor) -> None:
         rows = engine.rows
         levels = torch.arange(verified.path.shape[1])
         counts.beside += int(((verified.path != levels) & (levels < known[:, None])).sum())
         counts.final += int(final.sum())
         counts.carried += int((known - final).sum())
-        places = (rows.lengths[: len(known), None] + 1 + levels).clamp_max(rows.tokens.shape[1] - 1)
-        guessed = rows.tokens[: len(known)].gather(1, places)
+        positions = (rows.lengths[: len(known), None] + 1 + levels).clamp_max(
+            rows.tokens.shape[1] - 1
+        )
+        guessed = rows.tokens[: len(known)].gather(1, positions)
         was_carried = levels < torch.minimum(rows.carried[: len(known)], known)[:, None]
         counts.refuted += int(((guessed != verified.tokens) & was_carried).sum())
-        commit(verified, known, final, states)
+        commit(verified, known, final, *rest)
         if corrupt is not None:
             corrupt(engine)
 

@@ -139,17 +139,17 @@ def test_responses_of_the_engine_follow_p(decoder: Decoder, params: SamplingPara
     assert p_value(sample(decoder, params), responses(decoder, params)) > ALPHA
 
 
-def shifted_logits(tree: Any, logits: Tensor, *rest: Any) -> verify.Verified:
+def shifted_logits(tree: Any, logits: Tensor, places: Tensor, *rest: Any) -> verify.Verified:
     """Selects at each node by the logits of its parent."""
-    index = tree.parents.clamp_min(0).unsqueeze(2).expand_as(logits)
-    return verify.walk(tree, logits.gather(1, index), *rest)
+    return verify.walk(tree, logits, places.gather(1, tree.parents.clamp_min(0)), *rest)
 
 
 def repeated_keys(
-    tree: Any, logits: Tensor, sequence_keys: Tensor, t0: Tensor, *rest: Any
+    tree: Any, logits: Tensor, places: Tensor, sequence_keys: Tensor, t0: Tensor, *rest: Any
 ) -> verify.Verified:
     """Selects every token of a response with the noise of its first."""
-    return verify.walk(tree, logits, sequence_keys, torch.full_like(t0, len(PROMPT)), *rest)
+    first = torch.full_like(t0, len(PROMPT))
+    return verify.walk(tree, logits, places, sequence_keys, first, *rest)
 
 
 @pytest.mark.parametrize("walk", [shifted_logits, repeated_keys])

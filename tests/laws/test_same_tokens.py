@@ -20,6 +20,7 @@ from decoding_world import (
     MAX_LENGTH,
     PARAMS,
     PREFILL_CHUNK,
+    SHARED,
     TREE,
     VOCAB,
     VOCAB_LIMIT,
@@ -67,7 +68,7 @@ def test_plain_decoding_does_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 16])
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [CHAIN, TREE, SHARED], ids=["chain", "tree", "shared"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_gives_the_tokens_of_plain_decoding(
     world: World, name: str, shape: Strategy, max_rows: int
@@ -107,9 +108,11 @@ def test_changing_strategy_at_random_changes_no_token(
     world: World, params: SamplingParams, max_rows: int
 ) -> None:
     requests = make_requests(params)
-    strategies = [PLAIN, CHAIN, TREE]
+    strategies = [PLAIN, CHAIN, TREE, SHARED]
     strategies += [
-        replace(s, use_learned=x, use_suffix=y) for s in (CHAIN, TREE) for x, y in DRAFTERS.values()
+        replace(s, use_learned=x, use_suffix=y)
+        for s in (CHAIN, TREE, SHARED)
+        for x, y in DRAFTERS.values()
     ]
     engine = world.engine(
         max_rows=max_rows, drafting=world.drafting(max_rows), rule=rule_of(strategies, max_rows)
@@ -125,7 +128,7 @@ def test_a_tuner_that_goes_by_the_clock_changes_no_token(world: World, max_rows:
     engine = world.engine(
         max_rows=max_rows,
         drafting=world.drafting(max_rows),
-        tuner=CostModelTuner(TREE, 64, latency),
+        tuner=CostModelTuner(replace(TREE, cap=TREE.budget), 64, latency),
     )
     world.check(completions(run(engine, requests)), requests)
     stats = engine.take_stats()
@@ -340,9 +343,8 @@ def test_a_walk_that_reads_the_parents_logits_is_caught(
     requests = make_requests()
     walk = engine_module.walk
 
-    def shifted(tree: Any, logits: Tensor, *rest: Any) -> Verified:
-        index = tree.parents.clamp_min(0).unsqueeze(2).expand_as(logits)
-        return walk(tree, logits.gather(1, index), *rest)
+    def shifted(tree: Any, logits: Tensor, places: Tensor, *rest: Any) -> Verified:
+        return walk(tree, logits, places.gather(1, tree.parents.clamp_min(0)), *rest)
 
     monkeypatch.setattr(engine_module, "walk", shifted)
     engine = world.engine(

@@ -21,7 +21,7 @@ from ratoon.speculation.build import build_tree
 from ratoon.speculation.calibration import Calibration
 from ratoon.speculation.proposer import CoupledProposer, RetrievedProposer, Source, StepNoise
 from ratoon.speculation.strategy import Strategy
-from ratoon.speculation.tree import Tree, ancestor_mask, root_only
+from ratoon.speculation.tree import Tree, ancestor_mask, packed, root_only
 
 VOCAB = 11
 LENGTH = 24
@@ -79,7 +79,10 @@ def decode(
         tree = make_tree(before, roots, t0)
         logits = target_logits(tree, before)
         tree = distort(tree)
-        verified = verify.walk(tree, logits, keys, t0, selector, params)
+        nodes, places = packed(tree)
+        verified = verify.walk(
+            tree, logits.flatten(0, 1)[nodes], places, keys, t0, selector, params
+        )
         check_verified(tree, verified)
         for row, count in enumerate(verified.counts.tolist()):
             sequences[row] += verified.tokens[row, :count].tolist()

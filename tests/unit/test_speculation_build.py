@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +137,27 @@ def test_a_tree_is_what_the_definition_says(strategy: Strategy) -> None:
         assert found.keys() == expected.keys()
         for path, chance in found.items():
             assert chance == pytest.approx(expected[path], rel=1e-5)
+
+
+def test_a_shared_budget_keeps_the_likeliest_nodes_of_all_trees() -> None:
+    offer = hashed_offer(5, 4)
+    for cap in (20, 6):
+        strategy = Strategy(depth=4, branching=4, beam=3, budget=4, cap=cap, min_chance=1e-3)
+        tree = build({Source.LEARNED: FunctionProposer(offer)}, 5, strategy)
+        own = replace(strategy, budget=cap, cap=None)
+        everything = {
+            (row, path): chance
+            for row in range(5)
+            for path, chance in naive_tree([offer], row, replace(own, budget=60)).items()
+        }
+        best = sorted(everything, key=lambda node: -everything[node])[: 5 * strategy.budget]
+        for row in range(5):
+            expected = {path for of, path in best if of == row} & naive_tree(
+                [offer], row, own
+            ).keys()
+            assert paths_of(tree, row).keys() == expected
+        sizes = tree.valid.sum(dim=1) - 1
+        assert int(sizes.max()) > strategy.budget > int(sizes.min())
 
 
 def test_a_row_gets_the_same_tree_alone_and_in_a_batch() -> None:

@@ -176,7 +176,10 @@ def test_a_large_tree_tells_of_smaller_ones() -> None:
 
 
 def test_visits_are_counted_by_rank_and_depth() -> None:
-    """Row 0 drafts a path of two and a sibling; row 1 starts behind one carried token."""
+    """Row 0 drafts a path of two and a sibling; row 1 starts behind one carried token.
+
+    By chance: 0.7 and 0.6, right at depth 1, are rank 0; 0.5, right at depth 2, and 0.3 rank 1.
+    """
     tree = Tree(
         tokens=torch.tensor([[5, 6, 7, 8], [5, 6, 7, 0]]),
         parents=torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 0]]),
@@ -188,7 +191,7 @@ def test_visits_are_counted_by_rank_and_depth() -> None:
     path = torch.tensor([[0, 1, 3], [0, 1, -1]])
     visits, present = visits_by_rank(tree, path, torch.tensor([0, 1]))
     assert [row[:2] for row in visits] == [[0.5, 0.0], [0.0, 0.5], [0.0, 0.0]]
-    assert present == [1.0, 0.5, 0.5]
+    assert present == [1.0, 1.0, 0.0]
 
 
 def test_a_table_goes_by_the_live_batch_alone() -> None:

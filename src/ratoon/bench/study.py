@@ -46,8 +46,8 @@ Say = Callable[[str], None]
 class Study:
     """What is compared, and where results and unfinished runs lie.
 
-    `width` is that of the model. `tokens` are those of the full model's run of budget 1; a budget is
-    a share of its seconds.
+    `width` is that of the model. `tokens` are those of the full model's run of budget 1; a budget
+    is a share of its seconds.
     """
 
     width: int

@@ -1,8 +1,9 @@
 """The arms of the pretraining study: one small model, trained in different ways.
 
 The model has the proportions of GPT-2 117M where they matter: with a vocabulary of 32 tokens per
-unit of width the output head takes 28 % of a step's operations, a layer is 12 D^2, heads and neurons
-divide in halves. At a width of 128 its layers have 1.2M parameters, and 20 tokens for each are 24M.
+unit of width the output head takes 28 % of a step's operations, a layer is 12 D^2, heads and
+neurons divide in halves. At a width of 128 its layers have 1.2M parameters, and 20 tokens for each
+are 24M.
 
 Every arm is a change of the same configuration. How many steps it gets follows from the seconds
 that it may take, so that arms are compared at equal seconds.

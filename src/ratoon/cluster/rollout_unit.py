@@ -160,12 +160,13 @@ class RolloutUnit:
 
 
 def largest_of(settings: Speculation) -> Strategy:
-    """The configured tree."""
+    """The configured tree; live sequences share their budgets."""
     return Strategy(
         depth=settings.depth,
         branching=settings.branching,
         beam=settings.beam,
         budget=settings.budget,
+        cap=settings.budget,
         use_learned="learned" in settings.drafters,
         use_suffix="suffix" in settings.drafters,
         min_chance=MIN_CHANCE,
@@ -192,7 +193,7 @@ def tiers_of(settings: Speculation) -> list[tuple[int, Strategy]]:
     tiers = []
     for limit in (*limits, settings.max_live_batch):
         budget = min(settings.budget, settings.max_rows // limit - 1)
-        tree = largest_of(settings).within(budget, settings.depth)
+        tree = replace(largest_of(settings), cap=None).within(budget, settings.depth)
         min_chance = min(MIN_CHANCE * limit, MAX_MIN_CHANCE)
         tiers.append((limit, replace(tree, min_chance=min_chance)))
     return tiers

@@ -63,8 +63,9 @@ def build_tree(
 
     Level by level, the `beam` nodes of highest cumulative chance get children from every proposer;
     the same child of two proposers becomes one node with the larger chance. Of all candidates the
-    `budget` with the highest cumulative chance are kept. Proposals that are not tokens of the
-    vocabulary, or whose chance is not a positive number, are dropped.
+    `budget` with the highest cumulative chance are kept, or so many per sequence of the whole
+    batch's where the strategy has a `cap`. Proposals that are not tokens of the vocabulary, or
+    whose chance is not a positive number, are dropped.
 
     Shapes: `root_tokens [B]`, the last committed tokens; `depth_limits [B]`, the largest useful
     depth of each sequence (tokens left to generate, minus one). N shrinks to what the fullest
@@ -106,7 +107,10 @@ def build_tree(
             break
         num_candidates += tokens[0].numel()
         frontier = following
-    return _keep_best(candidates, root_tokens, strategy.budget)
+    chances = torch.cat(candidates.chances, dim=1)
+    if strategy.cap is not None:
+        chances = _keep_best_of_batch(chances, strategy.budget)
+    return _keep_best(candidates, chances, root_tokens, strategy.largest_tree)
 
 
 def _sources(strategy: Strategy) -> list[Source]:
@@ -171,11 +175,17 @@ def _next_frontier(tokens: Tensor, chances: Tensor, offset: int, beam: int) -> _
     )
 
 
-def _keep_best(candidates: _Candidates, root_tokens: Tensor, budget: int) -> Tree:
-    """The tree of the `budget` most likely candidates; ancestors come first by construction."""
-    chances = torch.cat(candidates.chances, dim=1)
+def _keep_best_of_batch(chances: Tensor, budget: int) -> Tensor:
+    """`chances [B, M]` with 0 for all but the `B * budget` highest of the batch."""
+    count = min(len(chances) * budget, chances.numel())
+    best, kept = chances.flatten().topk(count)
+    return torch.zeros_like(chances).view(-1).scatter_(0, kept, best).view_as(chances)
+
+
+def _keep_best(candidates: _Candidates, chances: Tensor, root_tokens: Tensor, most: int) -> Tree:
+    """The tree of the `most` likeliest candidates; ancestors come first by construction."""
     num_rows, num_candidates = chances.shape
-    best, kept = chances.topk(min(budget, num_candidates), dim=1)
+    best, kept = chances.topk(min(most, num_candidates), dim=1)
     widest = int((best > 0).sum(dim=1).max())
     if widest == 0:
         return root_only(root_tokens)

@@ -140,8 +140,9 @@ class _Choice:
 class CostModelTuner:
     """Chooses the tree, or none, that promises the most tokens per second.
 
-    `largest` bounds depth, branching, beam and budget, and names the drafters; all sequences
-    together have at most `max_rows` rows. `verify` is the measured cost of a forward pass by rows.
+    `largest` bounds depth, branching, beam and budget, names the drafters, and says whether live
+    sequences share their budgets (`cap`); all together have at most `max_rows` rows. `verify` is
+    the measured cost of a forward pass by rows.
     """
 
     counts_visits = True
@@ -226,5 +227,5 @@ def _trees(largest: Strategy) -> list[Strategy]:
         largest.within(budget, depth)
         for budget in (*budgets, largest.budget)
         for depth in (*depths, largest.depth)
-        if depth <= budget
+        if depth <= (largest.cap or budget)
     ]

@@ -24,8 +24,10 @@ class Strategy:
 
     `depth` levels below the root; up to `branching` children that each drafter proposes per node;
     `beam` nodes of a level that get children; `budget` drafted nodes kept per sequence (the root
-    not counted). Nodes that the target visits with a chance below `min_chance` are not verified: it
-    should be near the cost of one more row of a forward pass, in tokens.
+    not counted). With `cap` the live sequences share their budgets: the nodes with the highest
+    chances of all trees are kept, at most `cap` of one tree. Nodes that the target visits with a
+    chance below `min_chance` are not verified: it should be near the cost of one more row of a
+    forward pass, in tokens.
     """
 
     depth: int
@@ -35,6 +37,7 @@ class Strategy:
     use_learned: bool = True
     use_suffix: bool = True
     min_chance: float = 0.01
+    cap: int | None = None
 
     def __post_init__(self) -> None:
         """Check ranges. Raises ConfigError."""
@@ -59,10 +62,15 @@ class Strategy:
                 f"strategy depth={self.depth} has no drafter; set use_learned or use_suffix, "
                 "or depth=0 for plain decoding"
             )
-        if 0 < self.budget < self.depth:
+        if self.cap is not None and not self.budget <= self.cap <= MAX_BUDGET:
+            raise ConfigError(
+                f"strategy cap={self.cap} is out of range; allowed: budget={self.budget} to "
+                f"{MAX_BUDGET}"
+            )
+        if self.largest_tree < self.depth:
             raise ConfigError(
                 f"strategy budget={self.budget} cannot reach depth={self.depth}; "
-                "set budget to at least depth"
+                "set budget, or cap, to at least depth"
             )
 
     @property
@@ -70,12 +78,17 @@ class Strategy:
         """Whether the step decodes one token per sequence without drafting."""
         return self.depth == 0
 
+    @property
+    def largest_tree(self) -> int:
+        """The most nodes that one sequence's tree can have, its root not counted."""
+        return self.cap or self.budget
+
     def within(self, budget: int, depth: int) -> Strategy:
-        """The same tree with so many nodes, and at most so many levels."""
+        """The same tree with so many nodes per sequence, and at most so many levels."""
         return replace(
             self,
             budget=budget,
-            depth=min(depth, budget),
+            depth=min(depth, self.cap or budget),
             branching=min(self.branching, budget),
             beam=min(self.beam, budget),
         )

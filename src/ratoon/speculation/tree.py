@@ -52,6 +52,18 @@ def root_only(root_tokens: Tensor) -> Tree:
     )
 
 
+def packed(tree: Tree) -> tuple[Tensor, Tensor]:
+    """The nodes of all trees without what only fills up rows.
+
+    Returns `nodes [R]`, each node's place in the flattened `[B, N]`, and `places [B, N]`, the other
+    way round: where among the R a node is (0 for what is no node). One host-device sync.
+    """
+    nodes = tree.valid.view(-1).nonzero().squeeze(1)
+    places = torch.zeros_like(tree.tokens)
+    places.view(-1)[nodes] = torch.arange(len(nodes), device=nodes.device)
+    return nodes, places
+
+
 def ancestor_mask(tree: Tree) -> Tensor:
     """Which nodes a node may attend to: itself and its ancestors, bool `[B, N, N]`.
 

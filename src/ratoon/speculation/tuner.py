@@ -16,11 +16,10 @@ from ratoon.speculation.strategy import PLAIN, Strategy, StrategyPicker
 class StepRecord:
     """What one decode step was and took.
 
-    `num_live` sequences, `rows` of the forward pass (trees padded to the largest), `tokens` that
-    became known; `draft_s` seconds of drafting and `verify_s` of all the rest. `visits[r][k]` is
-    the share of sequences whose drafted node of rank r, by chance, lay at depth k + 1 and was
-    visited; `present[r]` the share that drafted so many nodes. Both are empty in a plain step, and
-    for a tuner that does not count visits.
+    `num_live` sequences, `rows` of the forward pass, `tokens` that became known; `draft_s` seconds
+    of drafting and `verify_s` of all the rest. `visits[r][k]` are the visited nodes per sequence of
+    rank r, by chance (see `visits_by_rank`), at depth k + 1; `present[r]` the drafted ones. Both
+    are empty in a plain step, and for a tuner that does not count visits.
     """
 
     strategy: Strategy

@@ -1,6 +1,7 @@
 """Verification: walk each draft tree with the tokens that the target itself selects.
 
-Shape letters: B sequences, N tree nodes (the root among them), V vocabulary, L levels walked.
+Shape letters: B sequences, N tree nodes (the root among them), R nodes of all trees, V vocabulary,
+L levels walked.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Verified(NamedTuple):
 def walk(
     tree: Tree,
     logits: Tensor,
+    places: Tensor,
     sequence_keys: Tensor,
     t0: Tensor,
     selector: Selector,
@@ -45,8 +47,9 @@ def walk(
     walk moves to the child that carries the token, or stops. A token depends on its prefix and its
     key alone, never on the tree: the tree decides only how many tokens one step commits.
 
-    Shapes: `logits [B, N, V]` of the target at every node; `sequence_keys [B, 2]`; `t0 [B]`: index
-    in the unpadded sequence of the first token to commit.
+    Shapes: `logits [R, V]` of the target at every node, `places [B, N]` of the nodes among them
+    (see `tree.packed`); `sequence_keys [B, 2]`; `t0 [B]`: index in the unpadded sequence of the
+    first token to commit.
     Cost: one selection over the rows still walking and one host-device sync per level.
     Raises: NumericsError where the logits of a visited node are NaN or exclude every token.
     """
@@ -64,7 +67,7 @@ def walk(
     level = 0
     while rows.numel() > 0:
         row_keys = keyed_noise.row_keys(sequence_keys[rows], t0[rows] + level)
-        ids, ids_logprobs = selector.select(logits[rows, nodes], row_keys, params)
+        ids, ids_logprobs = selector.select(logits[places[rows, nodes]], row_keys, params)
         path[rows, level] = nodes
         tokens[rows, level] = ids
         logprobs[rows, level] = ids_logprobs

@@ -25,7 +25,7 @@ from ratoon.rollout.native.rows import Rows
 from ratoon.sampling.keyed_noise import sequence_key
 from ratoon.sampling.select import Selector
 from ratoon.speculation.strategy import Strategy
-from ratoon.speculation.tree import Tree, ancestor_mask, root_only
+from ratoon.speculation.tree import Tree, ancestor_mask, packed, root_only
 from ratoon.speculation.tuner import StepRecord, Tuner, never
 from ratoon.speculation.verify import Verified, walk
 from ratoon.speculation.visits import visits_by_rank
@@ -205,11 +205,12 @@ class RolloutEngine:
         started = time.perf_counter()
         tree, carried = self._draft(strategy)
         drafted = time.perf_counter()
-        hidden, features = self._forward(tree)
-        logits = self.model.logits(hidden).view(num_live, tree.tokens.shape[1], -1)
+        nodes, places = packed(tree)
+        hidden, features = self._forward(tree, nodes)
         verified = walk(
             tree,
-            logits,
+            self.model.logits(hidden),
+            places,
             rows.sequence_keys[:num_live],
             rows.lengths[:num_live] + 1,
             self._selector,
@@ -217,10 +218,10 @@ class RolloutEngine:
         )
         known = self._clip(verified.tokens, verified.counts)
         final = num_final(verified.path, known) if self._confirm else known
-        states = features.new_empty(*tree.tokens.shape, 0)
+        states = features.new_empty(len(nodes), 0)
         if rows.hidden.shape[-1]:
-            states = torch.cat([features, hidden], dim=-1).view(*tree.tokens.shape, -1)
-        rows.commit(verified, known, final, states)
+            states = torch.cat([features, hidden], dim=-1)
+        rows.commit(verified, known, final, states, places)
         if self._drafting is not None:
             self._drafting.committed(tree, verified, known, carried)
         self._count(strategy, tree, final)
@@ -248,7 +249,7 @@ class RolloutEngine:
             StepRecord(
                 strategy=strategy,
                 num_live=len(known),
-                rows=tree.tokens.numel(),
+                rows=int(tree.valid.sum()),
                 tokens=int((known - carried).clamp_min(0).sum()),
                 draft_s=draft_s,
                 verify_s=time.perf_counter() - drafted,
@@ -274,7 +275,7 @@ class RolloutEngine:
             tree = with_chain(tree, chain[:, :-1], carried)
         return tree, carried
 
-    def _forward(self, tree: Tree) -> tuple[Tensor, Tensor]:
+    def _forward(self, tree: Tree, nodes: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.rows
         num_live, num_nodes = tree.tokens.shape
         lengths = rows.lengths[:num_live]
@@ -284,9 +285,10 @@ class RolloutEngine:
         return self.model.forward(
             tree.tokens,
             lengths[:, None] + tree.depths,
-            rows.entries(num_live, num_nodes).reshape(-1),
+            rows.entries(num_live, num_nodes),
             mask,
             rows.cache,
+            present=nodes if len(nodes) < tree.tokens.numel() else None,
         )
 
     def _clip(self, tokens: Tensor, counts: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ prefill (a chunk of one row). With the precautions taken here and in `PackedLine
 `attention_width`, each row's states have the same bits in all of these, whatever the other rows
 are: in bf16 by oneDNN's prepacked products, in float32 by MKL's.
 
-Shape letters: B live rows, N new tokens a row, R = B * N, W KV width, D model width, H query
-heads, G key/value heads, E head width.
+Shape letters: B live rows, N new tokens of the row with most, R new tokens of all rows, W KV
+width, D model width, H query heads, G key/value heads, E head width.
 """
 
 from __future__ import annotations
@@ -161,19 +161,25 @@ class InferenceModel:
         mask: Tensor,
         cache: KVCache,
         first_slot: int = 0,
+        present: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """States of the new tokens; their keys and values are written to the cache.
 
-        Shapes: `tokens [B, N]`, `positions [B, N]`, `entries [R]` flat cache entries to write,
+        Shapes: `tokens [B, N]`, `positions [B, N]`, `entries [B, N]` flat cache entries to write,
         `mask [B, 1, Q, W]` as `attention_mask` makes it; the B rows are the cache's slots from
-        `first_slot` on.
+        `first_slot` on. `present [R]`: places, in the flattened `[B, N]`, of what is computed;
+        None: of all.
         Returns final-norm states `[R, D]` and features `[R, num_taps * D]`.
         Host-device syncs: none.
         """
-        num_rows, num_new = tokens.shape
+        num_rows = len(tokens)
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        x, rope = self._embed(tokens.reshape(-1), positions.reshape(-1))
+        flat = [values.reshape(-1) for values in (tokens, positions, entries)]
+        if present is not None:
+            flat = [values[present] for values in flat]
+        ids, places, entries = flat
+        x, rope = self._embed(ids, places)
         tapped = []
         layers = zip(self._layers, cache.layers(first_slot, num_rows, mask.shape[-1]), strict=True)
         for index, (layer, cached) in enumerate(layers):
@@ -192,8 +198,13 @@ class InferenceModel:
                     query, key = apply_rope(query, *rope), apply_rope(key, *rope)
             cached.key_entries.index_copy_(0, entries, key)
             cached.value_entries.index_copy_(0, entries, value)
+            if present is not None:
+                query = query.new_zeros(tokens.numel(), *query.shape[1:]).index_copy_(
+                    0, present, query
+                )
             attended = attend(query, cached.keys, cached.values, mask, heads // kv_heads)
-            x = x + layer.out(attended.reshape(num_rows * num_new, -1))
+            attended = attended.flatten(0, 1).flatten(1)
+            x = x + layer.out(attended if present is None else attended[present])
             x = x + layer.down(self._activate(layer.up(layer.post_norm(x))))
         features = torch.cat(tapped, dim=-1) if tapped else x.new_empty(x.shape[0], 0)
         return self._norm(x), features
@@ -217,7 +228,7 @@ class InferenceModel:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int) -> Tensor:
-    """Attention of `query [R, H, E]` over `keys, values [B, G, W, E]`; returns `[B, N, H, E]`.
+    """Attention of `query [B * N, H, E]` over `keys, values [B, G, W, E]`; returns `[B, N, H, E]`.
 
     `mask [B, 1, Q, W]` is of `attention_mask`: query heads of a group are folded into the query
     axis, N outermost.

@@ -3,7 +3,7 @@
 Live rows are slots `0 .. num_live-1`; a finished row's slot is filled by the last live row, so
 every step works on leading views and nothing is gathered.
 
-Shape letters: S slots, B live rows, P positions, D width, N tree nodes.
+Shape letters: S slots, B live rows, P positions, D width, N tree nodes, R nodes of all trees.
 """
 
 from __future__ import annotations
@@ -59,11 +59,14 @@ class Rows:
         positions = (self.lengths[:num_rows, None] + offsets).clamp_max(self.tokens.shape[1] - 1)
         return self.tokens[:num_rows].gather(1, positions)
 
-    def commit(self, verified: Verified, known: Tensor, final: Tensor, states: Tensor) -> None:
+    def commit(
+        self, verified: Verified, known: Tensor, final: Tensor, states: Tensor, places: Tensor
+    ) -> None:
         """Append each row's tokens and keep the keys and values of the nodes they come from.
 
         Shapes: `known [B]` tokens of each row become known, `final [B]` of them are final;
-        `states [B, N, X]` features and final-norm states of all nodes, side by side.
+        `states [R, X]` features and final-norm states of all nodes, side by side, and
+        `places [B, N]` of the nodes among them (see `tree.packed`).
         """
         path, tokens, logprobs, _ = verified
         num_rows, depth = tokens.shape
@@ -77,7 +80,7 @@ class Rows:
         base = row * self.cache.num_positions + start
         self.cache.copy_entries((base + node)[moved], (base + level)[moved])
         if states.shape[-1]:
-            chosen = states[row, node]
+            chosen = states[places[row, node]]
             width = self.features.shape[-1]
             self.features[row, start + level] = chosen[:, :width]
             self.hidden[row, start + level] = chosen[:, width:]
