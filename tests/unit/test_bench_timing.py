@@ -12,10 +12,10 @@ import psutil
 PROGRAM = """
 import time
 from ratoon.bench.neighbour import _neighbour
-from ratoon.bench.timing import worker_process
+from ratoon.bench.timing import worker_pool
 
 if __name__ == "__main__":
-    with _neighbour(1.0, 0), worker_process():
+    with _neighbour(1.0, 0), worker_pool():
         print("ready", flush=True)
         time.sleep(600)
 """

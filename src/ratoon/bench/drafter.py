@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ratoon.bench.intervals import median_interval
-from ratoon.bench.timing import worker_process
+from ratoon.bench.timing import worker_pool
 from ratoon.drafter.data_buffer import DataBuffer, Sample
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.spot_trainer import SpotSession, SpotTrainer
@@ -60,7 +60,7 @@ def run(rounds: int = 9, *, steps_per_round: int = 4, seed: int = 0) -> dict[str
     `pieces_ms` are the default's times between two questions whether to stop: stopping waits for at
     most one of them.
     """
-    with worker_process() as process:
+    with worker_pool() as process:
         measured = process.submit(_run, rounds, steps_per_round, seed).result()
     return {**measured, "provenance": provenance(seed)}
 

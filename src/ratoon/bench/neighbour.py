@@ -19,7 +19,7 @@ import torch
 from ratoon.bench.drafter import spot_session
 from ratoon.bench.intervals import median_interval
 from ratoon.bench.subject import Subject, decode, load_subject
-from ratoon.bench.timing import interleaved, ratio_interval, worker_environment, worker_process
+from ratoon.bench.timing import interleaved, ratio_interval, worker_environment, worker_pool
 from ratoon.config.speculation import Spot
 from ratoon.drafter.trainer import TrainerOptions
 from ratoon.errors import ConfigError
@@ -51,7 +51,7 @@ def run(
     share = Spot().share if share is None else share
     if not 0 < share <= 1:
         raise ConfigError(f"--share {share:g}: must lie in (0, 1]")
-    with _neighbour(share, seed) as neighbour, worker_process() as process:
+    with _neighbour(share, seed) as neighbour, worker_pool() as process:
         rows = _rows(process.submit(_measure, model, drafter, rounds, neighbour).result())
     return {
         "benchmark": "neighbour",

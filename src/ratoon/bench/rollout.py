@@ -29,7 +29,7 @@ from ratoon.bench.subject import (
     guessing_arm,
     load_subject,
 )
-from ratoon.bench.timing import Stopwatch, interleaved, ratio_interval, worker_process
+from ratoon.bench.timing import Stopwatch, interleaved, ratio_interval, worker_pool
 from ratoon.errors import CapabilityError
 from ratoon.observe.provenance import provenance
 from ratoon.rollout.native import engine as engine_module
@@ -56,7 +56,7 @@ def run(
     Raises: CheckpointError if model or drafter cannot be read, CapabilityError without
     transformers.
     """
-    with worker_process() as process:
+    with worker_pool() as process:
         measured = process.submit(_measure, model, drafter, rounds, seed).result()
     return {**measured, "provenance": provenance(seed)}
 

@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 
 from ratoon.bench.study_arms import ARMS, BATCH_TOKENS, arm_config
 from ratoon.bench.study_times import Times, measure_times, num_steps, seconds_until
-from ratoon.bench.timing import worker_environment
+from ratoon.bench.timing import worker_pool
 from ratoon.config import resolved_yaml
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.data.prepare import TRAIN
@@ -150,10 +150,7 @@ def _times(study: Study, say: Say) -> Times:
     if missing:
         # The full model is measured again beside them, and scales what was measured earlier.
         say(f"timing the stages of {', '.join(missing)}")
-        with (
-            worker_environment() as context,
-            ProcessPoolExecutor(1, context) as pool,
-        ):
+        with worker_pool() as pool:
             arms = list(dict.fromkeys(["full", *missing]))
             found = pool.submit(
                 measure_times, arms, study.data, study.width, TIMING_ROUNDS
@@ -179,7 +176,7 @@ def _run_cells(
             results.append(json.loads(path.read_text(encoding="utf-8")))
         else:
             missing.append((cell, config))
-    with worker_environment() as context, ProcessPoolExecutor(processes, context) as pool:
+    with worker_pool(processes) as pool:
         futures: dict[Future[dict[str, Any]], Cell] = {
             pool.submit(run_cell, cell, config, times, study.results): cell
             for cell, config in missing

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing.context import SpawnContext
 from typing import Any, TypeVar
@@ -98,12 +98,14 @@ def _begin_measuring() -> None:
 
 
 @contextmanager
-def worker_process() -> Iterator[ProcessPoolExecutor]:
-    """A process like a run's workers to measure in."""
+def worker_pool(count: int = 1) -> Iterator[ProcessPoolExecutor]:
+    """Processes like a run's workers; they end when the one that started them does.
+
+    A process starts with its first job, so there is one for each in here.
+    """
     with (
         worker_environment() as context,
-        ProcessPoolExecutor(1, context, _begin_measuring) as pool,
+        ProcessPoolExecutor(count, context, _begin_measuring) as pool,
     ):
-        # A process starts with its first job.
-        pool.submit(torch.get_num_threads).result()
+        wait([pool.submit(torch.get_num_threads) for _ in range(count)])
         yield pool
