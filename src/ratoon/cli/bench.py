@@ -66,6 +66,41 @@ def neighbour(
     _show(lambda: run(model, drafter=drafter, share=share, rounds=rounds), as_json)
 
 
+@app.command("trees")
+def trees(
+    model: Model = _MODEL,
+    drafter: Drafter = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Documents to continue; by default the quickstart's task."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=6, max=128, help="Drafted nodes to verify.")] = 16,
+    responses: Annotated[int, typer.Option(min=2, help="Responses to compare on.")] = 48,
+    train_responses: Annotated[
+        int, typer.Option(min=1, help="Without --drafter: responses to train one on.")
+    ] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="And its optimizer steps.")] = 400,
+    as_json: AsJson = False,
+) -> None:
+    """Ways to draft with one drafter: tokens per verification, coupled trees against others."""
+    from ratoon.bench.trees import run
+
+    console = Console(stderr=True)
+    _show(
+        lambda: run(
+            model,
+            drafter=drafter,
+            text=text,
+            nodes=nodes,
+            responses=responses,
+            train_responses=train_responses,
+            steps=steps,
+            say=lambda message: console.print(message, highlight=False),
+        ),
+        as_json,
+    )
+
+
 @app.command("est")
 def est(
     rounds: Rounds = 5,

@@ -1,0 +1,280 @@
+"""Recorded responses walked through by each way to draft: how far would it have got from here?
+
+With a recorded response at hand, speculation need not be run: which of the drafted tokens would
+have been accepted follows from the response itself (see `rejection` for schemes that draw).
+
+Shape letters: B responses, n tokens of the longest, K drafted levels, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ratoon.bench.recorded import MAX_LENGTH, Source, all_ids
+from ratoon.bench.rejection import accepted_child, num_accepted
+from ratoon.drafter.learned import LearnedDrafter
+from ratoon.drafter.model import Eagle3Drafter
+from ratoon.rollout.native.engine import Finished
+from ratoon.sampling.keyed_noise import sequence_keys
+from ratoon.speculation import proposer as drafting
+from ratoon.speculation.build import build_tree
+from ratoon.speculation.calibration import Calibration
+from ratoon.speculation.proposer import Proposals, Proposer, StepNoise
+from ratoon.speculation.strategy import Strategy
+from ratoon.speculation.tree import Tree
+from ratoon.speculation.verify import Verified
+
+DEPTH = 6
+CHILDREN = 6
+# Rejection schemes draft at this share of the target's temperature, as coupled trees do.
+SHARPENING = 0.8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counts:
+    """Tokens and steps of each response."""
+
+    tokens: Tensor
+    steps: Tensor
+
+    @property
+    def mean(self) -> float:
+        """Tokens per step over all responses."""
+        return float(self.tokens.sum() / self.steps.sum())
+
+
+Step = Callable[[Tensor], Tensor]
+
+
+class Responses:
+    """Recorded responses side by side, and the drafter that follows them."""
+
+    def __init__(
+        self,
+        source: Source,
+        drafter: Eagle3Drafter,
+        finished: Sequence[Finished],
+        temperature: float,
+    ) -> None:
+        count, self.temperature = len(finished), temperature
+        self._vocab_limit = source.vocab_limit
+        ids = [all_ids(item) for item in finished]
+        self._lengths = torch.tensor([len(row) for row in ids])
+        longest = int(self._lengths.max()) + DEPTH + 1
+        self._starts = torch.tensor([len(item.completion.prompt_ids) - 1 for item in finished])
+        self._ids = torch.stack([F.pad(row, (0, longest - len(row))) for row in ids])
+        self._keys = sequence_keys(item.completion.key for item in finished)
+        self._learned = LearnedDrafter(
+            drafter.config,
+            num_rows=count,
+            num_positions=MAX_LENGTH + 2 * DEPTH,
+            num_tree_slots=CHILDREN * DEPTH,
+            dtype=source.model.dtype,
+        )
+        self._drafter, self._embedding = drafter, source.model.embedding
+        self._window = drafter.config.window
+        self._indices = torch.full((drafter.config.vocab_size,), -1)
+        self._indices[drafter.draft_ids] = torch.arange(len(drafter.draft_ids))
+        self._features = torch.stack(
+            [_padded(item.features, longest) for item in finished if item.features is not None]
+        )
+        # Of the target at temperature T: probabilities of the draft vocabulary and of what was
+        # said, by the position that they are of.
+        self._p_draft = torch.zeros(count, longest, len(drafter.draft_ids))
+        self._p_said = torch.ones(count, longest)
+        if temperature > 0:
+            for row, item in enumerate(finished):
+                assert item.hidden is not None
+                logits = source.model.logits(item.hidden)[:, : source.vocab_limit].float()
+                p = (logits / temperature).softmax(-1)
+                self._p_draft[row, 1 : len(p) + 1] = p[:, drafter.draft_ids]
+                said = ids[row][1 : len(p) + 1]
+                self._p_said[row, 1 : len(p) + 1] = p.gather(1, said[:, None])[:, 0]
+
+    @torch.inference_mode()
+    def walk(self, step: Step) -> Counts:
+        """Go through all responses; `step(at)` says how many drafts behind `at [B]` are accepted.
+
+        Positions with fewer tokens behind them than are drafted do not count.
+        """
+        self._learned.load(self._drafter, self._embedding)
+        at, seen = self._starts.clone(), torch.zeros_like(self._starts)
+        tokens, steps = torch.zeros_like(at), torch.zeros_like(at)
+        while True:
+            is_live = at + DEPTH + 1 < self._lengths
+            if not is_live.any():
+                return Counts(tokens, steps)
+            self._observe(seen, at)
+            seen = at.clone()
+            gained = torch.where(is_live, step(at) + 1, 0)
+            tokens, steps, at = tokens + gained, steps + is_live.long(), at + gained
+
+    def tree_step(
+        self,
+        proposer: Callable[[LearnedDrafter], Proposer],
+        strategy: Strategy,
+        calibration: Calibration,
+    ) -> Step:
+        """Draft trees as the engine does."""
+        proposers = {drafting.Source.LEARNED: proposer(self._learned)}
+
+        def step(at: Tensor) -> Tensor:
+            noise = StepNoise(self._keys, at + 1, self.temperature)
+            roots = self._ids.gather(1, at[:, None])[:, 0]
+            tree = build_tree(
+                proposers,
+                roots,
+                noise,
+                strategy,
+                vocab_size=self._vocab_limit,
+                calibration=calibration,
+            )
+            verified = follow(tree, self._following(at, DEPTH + 1))
+            calibration.observe(tree, verified)
+            return verified.counts - 1
+
+        return step
+
+    def greedy_chain_step(self) -> Step:
+        """A chain of the drafter's most likely tokens, at temperature 0."""
+
+        def step(at: Tensor) -> Tensor:
+            guessed = self._drafter.draft_ids[self._logits(at).argmax(-1)]
+            return (guessed == self._following(at, DEPTH)).long().cumprod(dim=1).sum(dim=1)
+
+        return step
+
+    def chain_step(self, reach: Callable[[Tensor, Tensor], Tensor]) -> Step:
+        """A chain of drawn tokens, accepted as `reach` says."""
+        generator = torch.Generator().manual_seed(1)
+
+        def step(at: Tensor) -> Tensor:
+            said = self._following(at, DEPTH)
+            q = F.pad(self._q(at), (0, 1))
+            # What cannot be drafted is in the column that was added.
+            drafted = q.gather(2, self._indices[said].unsqueeze(2) % q.shape[2])[:, :, 0]
+            p = self._p_said.gather(1, at[:, None] + torch.arange(1, DEPTH + 1))
+            return num_accepted(reach(p, drafted), generator)
+
+        return step
+
+    def sampled_step(self, shape: list[list[int]]) -> Step:
+        """A tree of a fixed shape, its children drawn without replacement."""
+        generator = torch.Generator().manual_seed(2)
+        return lambda at: self._walk_children(at, shape, generator, lambda level, child: None)
+
+    def child_acceptance(self) -> Tensor:
+        """How often child k of a node at depth i is the accepted one, `[K, C]`."""
+        hits, reached = torch.zeros(DEPTH, CHILDREN), torch.zeros(DEPTH, 1)
+        generator = torch.Generator().manual_seed(3)
+
+        def count(level: int, child: Tensor) -> None:
+            reached[level] += len(child)
+            hits[level] += torch.bincount(child[child >= 0], minlength=CHILDREN)
+
+        # Every node has as many children, down to the last level.
+        endless = [[0] * CHILDREN]
+        self.walk(lambda at: self._walk_children(at, endless, generator, count))
+        return hits / reached.clamp_min(1)
+
+    def _walk_children(
+        self,
+        at: Tensor,
+        shape: list[list[int]],
+        generator: torch.Generator,
+        see: Callable[[int, Tensor], None],
+    ) -> Tensor:
+        """Levels accepted `[B]`; `see` is told the ranks of the children accepted at each level."""
+        widest = max(map(len, shape))
+        children = torch.tensor([row + [-1] * (widest - len(row)) for row in shape])
+        widths = torch.tensor([len(row) for row in shape])
+        said, q = self._following(at, DEPTH), self._q(at)
+        node, accepted = torch.zeros_like(at), torch.zeros_like(at)
+        walking = torch.arange(len(at))
+        for level in range(DEPTH):
+            drafted = self._p_draft[walking, at[walking] + level + 1]
+            p = torch.cat([drafted, (1 - drafted.sum(1, keepdim=True)).clamp_min(0)], dim=1)
+            target = self._indices[said[walking, level]] % p.shape[1]
+            child = accepted_child(p, q[walking, level], target, widths[node[walking]], generator)
+            see(level, child)
+            walking, child = walking[child >= 0], child[child >= 0]
+            if not len(walking):
+                break
+            accepted[walking] += 1
+            node[walking] = children[node[walking], child]
+        return accepted
+
+    def _following(self, at: Tensor, count: int) -> Tensor:
+        """The next tokens `[B, count]` of the responses."""
+        return self._ids.gather(1, at[:, None] + torch.arange(1, count + 1))
+
+    def _q(self, at: Tensor) -> Tensor:
+        """The drafter's probabilities `[B, K, Vd]`, at the temperature that it drafts at."""
+        return (self._logits(at).float() / (SHARPENING * self.temperature)).softmax(-1)
+
+    def _logits(self, at: Tensor) -> Tensor:
+        """The drafter's logits `[B, K, Vd]` along what was said."""
+        said, parents = self._following(at, DEPTH), torch.zeros_like(at)[:, None]
+        levels = [self._learned.root(len(at))]
+        for level in range(DEPTH - 1):
+            levels.append(self._learned.advance(parents, said[:, level : level + 1]))
+        return torch.cat(levels, dim=1)
+
+    def _observe(self, seen: Tensor, at: Tensor) -> None:
+        """Show the drafter the pairs from `seen [B]` to before `at [B]`, at most a window."""
+        start = torch.maximum(seen, at - self._window)
+        counts = at - start
+        offsets = torch.arange(max(1, int(counts.max())))
+        positions = torch.minimum(start[:, None] + offsets, (at - 1).clamp_min(0)[:, None])
+        rows = torch.arange(len(at))[:, None]
+        self._learned.observe(
+            self._features[rows, positions], self._ids[rows, positions + 1], positions, counts
+        )
+
+
+class GreedyProposer:
+    """Proposes the drafter's most likely tokens, whatever the target's noise is."""
+
+    def __init__(self, drafter: LearnedDrafter) -> None:
+        self._drafter = drafter
+
+    def root(self, noise: StepNoise, num_children: int) -> Proposals:
+        """See `Proposer.root`."""
+        return self._best(self._drafter.root(noise.num_rows), noise.temperature, num_children)
+
+    def advance(
+        self, parents: Tensor, tokens: Tensor, noise: StepNoise, depth: int, num_children: int
+    ) -> Proposals:
+        """See `Proposer.advance`."""
+        logits = self._drafter.advance(parents, tokens)
+        return self._best(logits, noise.temperature, num_children)
+
+    def _best(self, logits: Tensor, temperature: float, num_children: int) -> Proposals:
+        chances, indices = (logits.float() / (temperature or 1.0)).softmax(-1).topk(num_children)
+        return Proposals(self._drafter.draft_ids[indices], chances)
+
+
+def follow(tree: Tree, following: Tensor) -> Verified:
+    """What verification commits where the target says `following [B, K + 1]`."""
+    num_rows, num_levels = following.shape
+    path = torch.full_like(following, -1)
+    node = torch.zeros(num_rows, dtype=torch.int64)
+    walking = torch.ones(num_rows, dtype=torch.bool)
+    for level in range(num_levels):
+        path[:, level] = torch.where(walking, node, -1)
+        is_next = (tree.parents == node[:, None]) & (tree.tokens == following[:, level, None])
+        is_next &= tree.valid
+        walking &= is_next.any(dim=1)
+        node = is_next.to(torch.uint8).argmax(dim=1)
+    counts = (path >= 0).sum(dim=1)
+    tokens = torch.where(path >= 0, following, -1)
+    return Verified(path, tokens, torch.zeros_like(path, dtype=torch.float32), counts)
+
+
+def _padded(states: Tensor, length: int) -> Tensor:
+    return F.pad(states, (0, 0, 0, length - len(states)))

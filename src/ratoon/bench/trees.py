@@ -1,0 +1,143 @@
+"""Ways to draft, compared on the same responses: how many tokens does one verification yield?
+
+Coupled trees, greedy trees (ranked without the noise, as EAGLE-2 does), chains by rejection
+sampling (token by token, and by block verification), and trees sampled without replacement with
+recursive rejection. All use the same drafter, the same recorded responses of the target, as many
+nodes to verify and as many levels to draft. Speculation is not run: with a recorded response at
+hand one can tell how far each way would have got from each position (see `rejection`), and steps
+are counted as the walk through the response takes them. Acceptance does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ratoon.bench.recorded import Recipe, entropy, open_source, record, train
+from ratoon.bench.rejection import best_shape, block_reach, token_reach
+from ratoon.bench.responses import CHILDREN, DEPTH, Counts, GreedyProposer, Responses
+from ratoon.drafter.checkpoint import load_drafter
+from ratoon.observe.provenance import provenance
+from ratoon.speculation.calibration import Calibration
+from ratoon.speculation.proposer import CoupledProposer
+from ratoon.speculation.strategy import Strategy
+
+TEMPERATURES = (0.0, 0.6, 1.0)
+NUM_CALIBRATION = 8
+# What coupled trees must gain on each at temperature 1, by the lower end of the interval.
+OPEN_TEXT, TASK = "open text", "the quickstart's task"
+BARS = {
+    OPEN_TEXT: {"greedy tree": 1.18, "sampled tree": 0.98, "block chain": 1.15},
+    TASK: {"greedy tree": 1.05, "sampled tree": 0.98, "block chain": 1.15},
+}
+
+
+def run(
+    model: Path,
+    *,
+    drafter: Path | None = None,
+    text: Path | None = None,
+    nodes: int = 16,
+    responses: int = 48,
+    train_responses: int = 256,
+    steps: int = 400,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Compare all ways at all temperatures; JSON values.
+
+    Prompts are beginnings of the documents of `text`, or the quickstart's task. Without `drafter`
+    one is trained first, on `train_responses` other responses at temperature 1. `rows` has tokens
+    per verification and what a coupled tree gains, with a bootstrap interval over responses.
+
+    Raises: CheckpointError, DataError as `open_source` does.
+    """
+    loaded = None if drafter is None else load_drafter(drafter)
+    trained_on = 0 if loaded else train_responses
+    source = open_source(
+        model,
+        text,
+        NUM_CALIBRATION + responses + trained_on,
+        None if loaded is None else loaded.config.taps,
+    )
+    first = range(NUM_CALIBRATION)
+    held_out = range(NUM_CALIBRATION, NUM_CALIBRATION + responses)
+    if loaded is None:
+        say(f"drawing {trained_on} responses to train a drafter on")
+        finished = record(source, range(held_out.stop, held_out.stop + trained_on), 1.0)
+        say(f"training a drafter for {steps} steps")
+        loaded = train(source, finished, Recipe(steps=steps))
+    rows: list[dict[str, Any]] = []
+    for temperature in TEMPERATURES:
+        say(f"temperature {temperature:g}")
+        recorded = record(source, held_out, temperature)
+        calibrating = Responses(source, loaded, record(source, first, temperature), temperature)
+        found = _walks(Responses(source, loaded, recorded, temperature), calibrating, nodes)
+        rows += _rows(found, temperature, entropy(recorded))
+    prompts = TASK if text is None else OPEN_TEXT
+    gained = {row["scheme"]: row["low"] for row in rows if row["temperature"] == 1.0}
+    return {
+        "benchmark": "trees",
+        "model": model.name,
+        "prompts": prompts,
+        "responses": responses,
+        "nodes": nodes,
+        "depth": DEPTH,
+        "children": CHILDREN,
+        "drafter": {"trained_on_responses": trained_on, "steps": steps if trained_on else None},
+        "rows": rows,
+        "bars_met": {
+            f"coupled tree / {scheme} >= {bar}": gained[scheme] >= bar
+            for scheme, bar in BARS[prompts].items()
+        },
+        "provenance": provenance(1),
+    }
+
+
+def _walks(responses: Responses, calibrating: Responses, nodes: int) -> dict[str, Counts]:
+    """Every scheme's walk through the responses; what must be fitted is fitted on others."""
+    strategy = Strategy(
+        depth=DEPTH, branching=CHILDREN, beam=CHILDREN, budget=nodes, min_chance=1e-6
+    )
+    found: dict[str, Counts] = {}
+    for name, proposer in (("coupled tree", CoupledProposer), ("greedy tree", GreedyProposer)):
+        calibration = Calibration()
+        calibrating.walk(calibrating.tree_step(proposer, strategy, calibration))
+        found[name] = responses.walk(responses.tree_step(proposer, strategy, calibration))
+    if responses.temperature == 0:
+        found["chain"] = responses.walk(responses.greedy_chain_step())
+        return found
+    found["chain"] = responses.walk(responses.chain_step(token_reach))
+    found["block chain"] = responses.walk(responses.chain_step(block_reach))
+    shape = best_shape(calibrating.child_acceptance(), nodes)
+    found["sampled tree"] = responses.walk(responses.sampled_step(shape))
+    return found
+
+
+def _rows(found: dict[str, Counts], temperature: float, nats: float) -> list[dict[str, Any]]:
+    coupled = found["coupled tree"]
+    return [
+        {
+            "temperature": temperature,
+            "entropy_per_token": nats,
+            "scheme": scheme,
+            "tokens_per_verification": counts.mean,
+            "coupled_tree_gains": coupled.mean / counts.mean,
+            **_interval(coupled, counts),
+        }
+        for scheme, counts in found.items()
+    ]
+
+
+def _interval(ours: Counts, other: Counts) -> dict[str, float]:
+    """95 % interval of the ratio of means; both are resampled by the same responses."""
+    draws = np.random.default_rng(0).integers(0, len(ours.steps), size=(10_000, len(ours.steps)))
+
+    def means(counts: Counts) -> Any:
+        tokens, steps = counts.tokens.numpy()[draws], counts.steps.numpy()[draws]
+        return tokens.sum(1) / steps.sum(1)
+
+    low, high = np.quantile(means(ours) / means(other), [0.025, 0.975])
+    return {"low": float(low), "high": float(high)}
