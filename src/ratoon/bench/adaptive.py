@@ -12,7 +12,7 @@ from typing import Any
 
 from ratoon.bench.subject import Decoded, Subject, compared, decode, guessing_arm
 from ratoon.bench.timing import interleaved
-from ratoon.cluster.rollout_unit import largest_of
+from ratoon.cluster.tuners import largest_of
 from ratoon.rollout.native.latency import forward_seconds
 from ratoon.speculation.cost_model import CostModelTuner, Latency
 

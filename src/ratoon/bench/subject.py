@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ratoon.bench.intervals import median_interval
 from ratoon.bench.timing import ratio_interval
-from ratoon.cluster.rollout_unit import tiers_of
+from ratoon.cluster.tuners import tiers_of
 from ratoon.config.speculation import Speculation
 from ratoon.data.prompts import PromptStyle, load_prompts
 from ratoon.drafter.checkpoint import load_drafter

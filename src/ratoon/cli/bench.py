@@ -34,6 +34,22 @@ def rollout(
     _show(lambda: run(model, drafter=drafter, rounds=rounds), as_json)
 
 
+@app.command("trace")
+def trace(
+    model: Model = _MODEL,
+    drafter: Drafter = None,
+    rounds: Rounds = 9,
+    batches: Annotated[str, typer.Option(help="Responses at the start, with commas.")] = "8,16,64",
+    as_json: AsJson = False,
+) -> None:
+    """Whole rollouts to their last response: every tuner, and an oracle, against plain decoding."""
+    from ratoon.bench.trace import run
+    from ratoon.cli.study import numbers
+
+    sizes = [int(size) for size in numbers("--batches", batches)]
+    _show(lambda: run(model, drafter=drafter, rounds=rounds, batches=sizes), as_json)
+
+
 @app.command("update")
 def update(rounds: Rounds = 9, as_json: AsJson = False) -> None:
     """Policy update at SmolLM2-135M's shape: tokens per second, against transformers."""

@@ -59,8 +59,8 @@ def study(
             results=results,
             work=work,
             arms=tuple(ARMS) if arms == "all" else tuple(arms.split(",")),
-            budgets=_numbers("--budgets", budgets),
-            lrs=_numbers("--lrs", lrs),
+            budgets=numbers("--budgets", budgets),
+            lrs=numbers("--lrs", lrs),
             seeds=seeds,
             tokens=tokens or study_tokens(width),
         )
@@ -74,7 +74,7 @@ def study(
         Console().print(_table(record["rows"]))
 
 
-def _numbers(option: str, text: str) -> tuple[float, ...]:
+def numbers(option: str, text: str) -> tuple[float, ...]:
     """The numbers of an option. Raises: ConfigError if one is none."""
     from ratoon.errors import ConfigError
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from ratoon.cluster.spec import DraftingSpec, WorkerSpec
-from ratoon.config.speculation import Speculation
+from ratoon.cluster.tuners import make_tuner
 from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
@@ -18,17 +18,10 @@ from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.engine import RolloutEngine, positions_needed
 from ratoon.rollout.native.forward import InferenceModel
-from ratoon.rollout.native.latency import forward_seconds
 from ratoon.rollout.native.numerics import InvarianceReport, check_invariance
-from ratoon.speculation.bandit import BanditTuner
-from ratoon.speculation.cost_model import CostModelTuner, Latency
-from ratoon.speculation.strategy import Strategy, StrategyTable
-from ratoon.speculation.tuner import TableTuner, Tuner, never
+from ratoon.speculation.tuner import Tuner, never
 
 Numerics = Literal["invariant", "tolerant"]
-# Cost of one more row of a forward pass, in passes, for one live sequence; measured on a CPU.
-MIN_CHANCE = 0.01
-MAX_MIN_CHANCE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +113,7 @@ class RolloutUnit:
     def _make_tuner(self) -> Tuner:
         if self.drafting is None or self._drafting_spec is None:
             return never()
-        settings = self._drafting_spec.speculation
-        if settings.tuner == "table":
-            return TableTuner(StrategyTable(tiers_of(settings), slack=settings.hysteresis))
-        if settings.tuner == "bandit":
-            return BanditTuner([(limit, _depths(tree)) for limit, tree in tiers_of(settings)])
-        points = forward_seconds(self.engine.model, settings.max_rows)
-        return CostModelTuner(largest_of(settings), settings.max_rows, Latency(points))
+        return make_tuner(self._drafting_spec.speculation, self.engine.model)
 
     def _make_drafting(
         self, spec: DraftingSpec, config: DecoderConfig, rows: int, length: int, worker: WorkerSpec
@@ -157,43 +144,3 @@ class RolloutUnit:
     def embedding(self) -> Tensor:
         """The served policy's token embedding `[V, D]`."""
         return self.engine.model.embedding
-
-
-def largest_of(settings: Speculation) -> Strategy:
-    """The configured tree; live sequences share their budgets."""
-    return Strategy(
-        depth=settings.depth,
-        branching=settings.branching,
-        beam=settings.beam,
-        budget=settings.budget,
-        cap=settings.budget,
-        use_learned="learned" in settings.drafters,
-        use_suffix="suffix" in settings.drafters,
-        min_chance=MIN_CHANCE,
-    )
-
-
-def _depths(tree: Strategy) -> list[Strategy]:
-    """The tree, and shallower ones with as many tokens to verify."""
-    depths = {tree.depth, max(1, tree.depth // 2), 1}
-    return [replace(tree, depth=depth) for depth in sorted(depths, reverse=True)]
-
-
-def tiers_of(settings: Speculation) -> list[tuple[int, Strategy]]:
-    """The configured tree for few live sequences, smaller ones for more (limit, strategy).
-
-    A forward pass has at most about `max_rows` rows. A node must be visited with a chance near the
-    cost of its row, which grows with the batch.
-    """
-    limits = []
-    limit = 1
-    while limit < settings.max_live_batch:
-        limits.append(limit)
-        limit *= 2
-    tiers = []
-    for limit in (*limits, settings.max_live_batch):
-        budget = min(settings.budget, settings.max_rows // limit - 1)
-        tree = replace(largest_of(settings), cap=None).within(budget, settings.depth)
-        min_chance = min(MIN_CHANCE * limit, MAX_MIN_CHANCE)
-        tiers.append((limit, replace(tree, min_chance=min_chance)))
-    return tiers
