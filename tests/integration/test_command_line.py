@@ -49,6 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], lab: Lab, *overrides: str, verb:
             "rollout.max_length=48",
             ["arithmetic/train", "more than 8 tokens", "rollout.max_length - sampling.max_tokens"],
         ),
+        ("evaluation.prompts=7", ["evaluation.prompts = 7", "holds 6 prompts"]),
         (
             "rewards=[{kind: python, function: 'no.such.module:score'}]",
             ["no.such.module", "cannot be imported"],

@@ -64,7 +64,23 @@ def open_data(config: PretrainConfig) -> Data:
             f"evaluation would have no effect because {folder} holds no {HELD_OUT}; prepare the "
             "data with --held-out, or remove the section"
         )
+    _check_sequences(config, 0 if held_out is None else len(held_out))
     return Data(train, held_out, SequenceOrder(len(train), config.seed))
+
+
+def _check_sequences(config: PretrainConfig, available: int) -> None:
+    """Raise ConfigError if more held-out sequences are asked for than there are."""
+    asked = {}
+    if "sequences" in config.evaluation.changed_keys():
+        asked["evaluation.sequences"] = config.evaluation.sequences or 0
+    if config.evolve is not None:
+        asked["evolve.switch_sequences"] = config.evolve.switch_sequences
+    for key, count in asked.items():
+        if count > available:
+            raise ConfigError(
+                f"{key} = {count}, but {config.data.path} holds out {available} sequences of "
+                f"{config.data.sequence_length} tokens; lower it, or hold more out"
+            )
 
 
 def _check_tokenizer(file: TokenFile) -> None:

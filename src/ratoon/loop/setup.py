@@ -15,7 +15,7 @@ from ratoon.config.training import Workers
 from ratoon.data.prompts import PromptStyle, load_prompts
 from ratoon.drafter.checkpoint import read_drafter_config
 from ratoon.drafter.model import DrafterConfig
-from ratoon.errors import CapabilityError, CheckpointError
+from ratoon.errors import CapabilityError, CheckpointError, ConfigError
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
@@ -82,7 +82,10 @@ def shared_bytes(config: RLConfig) -> int:
 
 
 def load_rl_prompts(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
-    """Training prompts, and the held-out ones that are evaluated."""
+    """Training prompts, and the held-out ones that are evaluated.
+
+    Raises: ConfigError if more are to be evaluated than there are.
+    """
     style = PromptStyle(
         system_prompt=config.data.system_prompt,
         chat_template=config.data.chat_template,
@@ -93,7 +96,13 @@ def load_rl_prompts(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[Prompt
     if config.data.eval is None:
         return train, []
     held_out = load_prompts(config.data.eval.model_dump(), tokenizer, split="eval", style=style)
-    return train, held_out[: config.evaluation.prompts]
+    wanted = config.evaluation.prompts
+    if "prompts" in config.evaluation.changed_keys() and wanted > len(held_out):
+        raise ConfigError(
+            f"evaluation.prompts = {wanted}, but data.eval holds {len(held_out)} prompts; lower it "
+            "or hold more out"
+        )
+    return train, held_out[:wanted]
 
 
 def rl_specs(config: RLConfig, tokenizer: Tokenizer, folder: Path) -> Sequence[WorkerSpec]:
