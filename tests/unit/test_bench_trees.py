@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench_tiny import MAX_LENGTH, VOCAB, tiny_source
 
 from ratoon.bench import recorded
 from ratoon.bench.recorded import Recipe, Source, entropy, record, train
@@ -14,11 +15,8 @@ from ratoon.bench.rejection import block_reach, token_reach
 from ratoon.bench.responses import CHILDREN, DEPTH, GreedyProposer, Responses, follow
 from ratoon.bench.trees import _rows, _walks
 from ratoon.drafter.trainer import TrainerOptions
-from ratoon.models.decoder import DecoderConfig
-from ratoon.models.tiny import random_decoder
 from ratoon.records import SamplingParams
 from ratoon.rollout.native.engine import Finished
-from ratoon.rollout.native.forward import InferenceModel
 from ratoon.sampling.keyed_noise import row_keys, sequence_keys
 from ratoon.sampling.select import Selector
 from ratoon.speculation.calibration import Calibration
@@ -27,23 +25,19 @@ from ratoon.speculation.strategy import Strategy
 from ratoon.speculation.tree import Tree, packed
 from ratoon.speculation.verify import walk
 
-VOCAB, RESPONSES = 60, 6
+RESPONSES = 6
 STRATEGY = Strategy(depth=DEPTH, branching=CHILDREN, beam=CHILDREN, budget=12, min_chance=1e-6)
 
 
 @pytest.fixture(scope="module")
 def source() -> Source:
-    config = DecoderConfig("llama", VOCAB, 32, 64, 4, num_heads=4, num_kv_heads=2, head_dim=8)
-    decoder = random_decoder(config, seed=0)
-    model = InferenceModel(decoder, num_positions=512, dtype=torch.float32, taps=(1, 2, 3))
-    prompts = [(row % VOCAB, 7, 3) for row in range(40)]
-    return Source(decoder, model, prompts, eos_ids=(), vocab_limit=VOCAB)
+    return tiny_source()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorded, "MAX_LENGTH", 60)
+        patch.setattr(recorded, "MAX_LENGTH", MAX_LENGTH)
         yield
 
 

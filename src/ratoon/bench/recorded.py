@@ -50,6 +50,18 @@ class Source:
         """Tokens of a response behind the longest prompt."""
         return MAX_LENGTH - max(map(len, self.prompts))
 
+    def with_taps(self, taps: Sequence[int]) -> Source:
+        """The same, keeping the inputs of these layers."""
+        if tuple(taps) == self.model.taps:
+            return self
+        model = InferenceModel(
+            self.decoder,
+            num_positions=self.model.num_positions,
+            dtype=self.model.dtype,
+            taps=taps,
+        )
+        return replace(self, model=model)
+
 
 def open_source(
     path: Path, text: Path | None, count: int, taps: Sequence[int] | None = None
@@ -113,6 +125,19 @@ def record(source: Source, rows: range, temperature: float) -> list[Finished]:
     return sorted(finished, key=lambda item: item.completion.key.row)
 
 
+def select_taps(
+    finished: Sequence[Finished], recorded: Sequence[int], taps: Sequence[int]
+) -> list[Finished]:
+    """Responses recorded with some layers' states, with those of `taps` alone."""
+    places = [list(recorded).index(tap) for tap in taps]
+    kept = []
+    for item in finished:
+        assert item.features is not None
+        parts = item.features.chunk(len(recorded), dim=-1)
+        kept.append(replace(item, features=torch.cat([parts[place] for place in places], dim=-1)))
+    return kept
+
+
 def entropy(finished: Sequence[Finished]) -> float:
     """Nats per token, estimated by the log-probabilities of what was drawn."""
     drawn = [value for item in finished for value in item.completion.logprobs]
@@ -125,11 +150,12 @@ def _fast(options: TrainerOptions) -> TrainerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a drafter is made: its shape, its start, and its training."""
+    """How a drafter is made: its shape, its start, and its training; `taps` None = the default."""
 
     vocabulary: int = 8192
     window: int = 512
     steps: int = 400
+    taps: tuple[int, ...] | None = None
     from_target: bool = True
     options: TrainerOptions = field(default_factory=lambda: _fast(TrainerOptions()))
 

@@ -117,6 +117,41 @@ def trees(
     )
 
 
+@app.command("recipes")
+def recipes(
+    results: Annotated[Path, typer.Option(help="Folder of finished recipes; none is repeated.")],
+    model: Model = _MODEL,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Documents to continue; by default the quickstart's task."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A recipe to train; all by default. May be repeated.")
+    ] = None,
+    responses: Annotated[int, typer.Option(min=2, help="Responses to compare on.")] = 40,
+    train_responses: Annotated[int, typer.Option(min=1, help="Responses to train on.")] = 192,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the default.")] = 300,
+    as_json: AsJson = False,
+) -> None:
+    """What makes a drafter good: each change of its recipe, by tokens per verification."""
+    from ratoon.bench.recipes import run
+
+    console = Console(stderr=True)
+    _show(
+        lambda: run(
+            model,
+            results,
+            text=text,
+            names=only or (),
+            responses=responses,
+            train_responses=train_responses,
+            steps=steps,
+            say=lambda message: console.print(message, highlight=False),
+        ),
+        as_json,
+    )
+
+
 @app.command("est")
 def est(
     rounds: Rounds = 5,
