@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,9 @@ import torch
 from ratoon.errors import ConfigError
 from ratoon.speculation.bandit import BanditTuner
 from ratoon.speculation.cost_model import CostModelTuner, Gains, Latency
-from ratoon.speculation.strategy import MAX_DEPTH, PLAIN, Strategy, StrategyTable
-from ratoon.speculation.tree import Tree
+from ratoon.speculation.promise import promised_visits
+from ratoon.speculation.strategy import PLAIN, Strategy, StrategyTable
 from ratoon.speculation.tuner import StepRecord, TableTuner
-from ratoon.speculation.visits import visits_by_rank
 
 LARGEST = Strategy(depth=4, branching=4, beam=4, budget=12)
 MAX_ROWS = 128
@@ -33,10 +33,20 @@ def steep(rows: int) -> float:
 
 
 class Machine:
-    """Runs a tuner's strategies. The drafter's nodes are right with `chances`, rank by rank."""
+    """Runs a tuner's strategies. The drafter's nodes are right with `chances`, level by level.
 
-    def __init__(self, verify: Seconds, chances: list[float], draft_s: float = 0.002) -> None:
+    It promises `overstated` times as many visits.
+    """
+
+    def __init__(
+        self,
+        verify: Seconds,
+        chances: list[float],
+        draft_s: float = 0.002,
+        overstated: float = 1.0,
+    ) -> None:
         self.verify, self.chances, self.draft_s = verify, chances, draft_s
+        self.overstated = overstated
         self.source = random.Random(0)
 
     def step(self, tuner: CostModelTuner, num_live: int) -> tuple[float, float]:
@@ -47,14 +57,12 @@ class Machine:
             tuner.observe(StepRecord(strategy, num_live, num_live, num_live, 0.0, seconds))
             return num_live, seconds
         kept = [c for c in self.chances[: strategy.budget] if c >= strategy.min_chance]
-        visits = []
-        for rank, chance in enumerate(kept):
-            row = [0.0] * MAX_DEPTH
-            right = sum(self.source.random() < chance for _ in range(num_live)) / num_live
-            if rank < strategy.depth:
-                row[rank] = right
-            visits.append(row)
-        tokens = num_live * (1 + sum(map(sum, visits)))
+        kept = kept[: strategy.depth]
+        visited = (
+            sum(self.source.random() < chance for chance in kept for _ in range(num_live))
+            / num_live
+        )
+        tokens = num_live * (1 + visited)
         draft_s = strategy.depth * self.draft_s
         rows = num_live * (1 + len(kept))
         record = StepRecord(
@@ -64,8 +72,15 @@ class Machine:
             int(tokens),
             draft_s,
             self.verify(rows),
-            visits,
-            [1.0] * len(kept),
+            expected=self.overstated * sum(kept),
+            visited=visited,
+            promised=[
+                [
+                    self.overstated * sum(self.chances[: min(budget, depth)])
+                    for budget in range(1, LARGEST.budget + 1)
+                ]
+                for depth in range(1, strategy.depth + 1)
+            ],
         )
         tuner.observe(record)
         return tokens, draft_s + self.verify(rows)
@@ -86,8 +101,9 @@ class Machine:
         return best
 
 
-def make_tuner(verify: Seconds) -> CostModelTuner:
-    return CostModelTuner(LARGEST, MAX_ROWS, Latency([(size, verify(size)) for size in SIZES]))
+def make_tuner(verify: Seconds, *, shared: bool = False) -> CostModelTuner:
+    largest = replace(LARGEST, cap=LARGEST.budget) if shared else LARGEST
+    return CostModelTuner(largest, MAX_ROWS, Latency([(size, verify(size)) for size in SIZES]))
 
 
 GOOD = [0.9, 0.8, 0.7, 0.6]
@@ -98,10 +114,11 @@ POISONED = [0.0] * 4
 @pytest.mark.parametrize("verify", [flat, steep], ids=["flat", "steep"])
 @pytest.mark.parametrize("chances", [GOOD, FAIR], ids=["good", "fair"])
 @pytest.mark.parametrize("num_live", [1, 4, 16, 60])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_it_comes_near_the_best_fixed_tree(
-    verify: Seconds, chances: list[float], num_live: int
+    verify: Seconds, chances: list[float], num_live: int, shared: bool
 ) -> None:
-    machine, tuner = Machine(verify, chances), make_tuner(verify)
+    machine, tuner = Machine(verify, chances), make_tuner(verify, shared=shared)
     machine.rate(tuner, num_live, 50)
     assert machine.rate(tuner, num_live, 300) > 0.93 * machine.best_fixed(num_live)
 
@@ -134,6 +151,15 @@ def test_it_follows_a_machine_that_becomes_another() -> None:
     assert machine.rate(tuner, 16, 300) > 0.9 * machine.best_fixed(16)
 
 
+@pytest.mark.parametrize("verify", [flat, steep], ids=["flat", "steep"])
+def test_the_tail_is_met_with_larger_trees_at_once(verify: Seconds) -> None:
+    """Many live sequences leave no room for large trees; few have it, and not for long."""
+    machine, tuner = Machine(verify, GOOD), make_tuner(verify, shared=True)
+    machine.rate(tuner, 60, 300)
+    for num_live in (30, 8, 2, 1):
+        assert machine.rate(tuner, num_live, 30) > 0.85 * machine.best_fixed(num_live)
+
+
 def test_an_interrupted_step_changes_little() -> None:
     tuner = make_tuner(flat)
     tuner.observe(StepRecord(PLAIN, 4, 4, 4, 0.0, 60.0))
@@ -162,36 +188,41 @@ def test_latencies_lie_between_what_was_measured() -> None:
     assert 1.0 < latency(1) < 1.5
 
 
-def test_a_large_tree_tells_of_smaller_ones() -> None:
-    gains = Gains(budget=4, depth=2)
-    strategy = Strategy(depth=2, budget=4)
-    row = [0.0] * MAX_DEPTH
-    visits = [[0.8, *row[1:]], [0.1, *row[1:]], [0.0, 0.6, *row[2:]], row]
-    for _ in range(400):
-        gains.observe(StepRecord(strategy, 8, 40, 8, 0.0, 0.0, visits, [1.0] * 4))
-    assert gains.expected(1, 2) == pytest.approx(0.8, abs=0.01)
-    assert gains.expected(2, 1) == pytest.approx(0.9, abs=0.01)
-    assert gains.expected(3, 2) == pytest.approx(1.5, abs=0.01)
-    assert gains.expected(3, 1) == pytest.approx(0.9, abs=0.01)
+def test_a_step_tells_of_all_smaller_trees_and_bounds_larger_ones() -> None:
+    gains = Gains(budget=4, depth=3)
+    strategy = Strategy(depth=2, budget=2)
+    promised = [[0.8, 0.9, 0.9, 0.9], [0.8, 1.4, 1.5, 1.5]]
+    for _ in range(600):
+        record = StepRecord(strategy, 8, 24, 8, 0.0, 0.0, 1.4, 1.4, promised)
+        gains.observe(record)
+    for depth, budget, expected in ((1, 1, 0.8), (1, 2, 0.9), (2, 1, 0.8), (2, 2, 1.4)):
+        assert gains.expected(budget, depth) == pytest.approx(expected, abs=0.01)
+    # A third node may gain what the second did, and is hoped to gain four fifths of that.
+    assert gains.expected(3, 2) == pytest.approx(1.4 + 0.8 * 0.6, abs=0.02)
+    assert gains.expected(3, 1) == pytest.approx(0.9 + 0.8 * 0.1, abs=0.02)
+    assert gains.expected(2, 3) == pytest.approx(1.4 + 0.8 * 0.5, abs=0.02)
+    # Promises that come true by half are worth half.
+    for _ in range(600):
+        gains.observe(StepRecord(strategy, 8, 24, 8, 0.0, 0.0, 1.4, 0.7, promised))
+    assert gains.expected(2, 2) == pytest.approx(0.7, abs=0.01)
 
 
-def test_visits_are_counted_by_rank_and_depth() -> None:
-    """Row 0 drafts a path of two and a sibling; row 1 starts behind one carried token.
+def test_promises_are_sums_over_the_best_candidates_of_the_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    levels = [torch.rand(3, count, generator=generator) for count in (2, 4, 4)]
+    promised = promised_visits(levels, depth=4, budget=5)
+    for depth in range(1, 5):
+        chances = torch.cat([level.flatten() for level in levels[:depth]]).sort(descending=True)
+        for budget in range(1, 6):
+            expected = chances.values[: 3 * budget].sum() / 3
+            assert promised[depth - 1, budget - 1] == pytest.approx(float(expected), rel=1e-5)
 
-    By chance: 0.7 and 0.6, right at depth 1, are rank 0; 0.5, right at depth 2, and 0.3 rank 1.
-    """
-    tree = Tree(
-        tokens=torch.tensor([[5, 6, 7, 8], [5, 6, 7, 0]]),
-        parents=torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 0]]),
-        depths=torch.tensor([[0, 1, 1, 2], [0, 1, 2, 1]]),
-        chances=torch.tensor([[1.0, 0.6, 0.3, 0.5], [1.0, 1.0, 0.7, 0.0]]),
-        valid=torch.tensor([[True, True, True, True], [True, True, True, False]]),
-        sources=torch.ones(2, 4, dtype=torch.int64),
-    )
-    path = torch.tensor([[0, 1, 3], [0, 1, -1]])
-    visits, present = visits_by_rank(tree, path, torch.tensor([0, 1]))
-    assert [row[:2] for row in visits] == [[0.5, 0.0], [0.0, 0.5], [0.0, 0.0]]
-    assert present == [1.0, 1.0, 0.0]
+
+def test_a_drafter_that_promises_too_much_is_not_believed() -> None:
+    machine = Machine(steep, [0.3, 0.1, 0.0, 0.0], overstated=3.0)
+    tuner = make_tuner(steep)
+    machine.rate(tuner, 16, 200)
+    assert machine.rate(tuner, 16, 300) > 0.95 * machine.best_fixed(16)
 
 
 def test_a_table_goes_by_the_live_batch_alone() -> None:

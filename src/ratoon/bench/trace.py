@@ -116,7 +116,7 @@ class _Watched:
 
     def __init__(self, tuner: Tuner, steps: list[StepRecord]) -> None:
         self._tuner, self._steps = tuner, steps
-        self.counts_visits = tuner.counts_visits
+        self.promise_budget = tuner.promise_budget
 
     def choose(self, num_live: int) -> Strategy:
         """See `Tuner.choose`."""

@@ -27,7 +27,7 @@ class BanditTuner:
     decoding is plain. An arm that was never taken is taken next. `seed` decides what explores.
     """
 
-    counts_visits = False
+    promise_budget = 0
 
     def __init__(
         self,

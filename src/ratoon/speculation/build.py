@@ -6,13 +6,14 @@ Shape letters: B sequences, F frontier nodes, C children, M candidates of all le
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ratoon.speculation.calibration import Calibration
+from ratoon.speculation.promise import promised_visits
 from ratoon.speculation.proposer import Proposals, Proposer, Source, StepNoise
 from ratoon.speculation.strategy import Strategy
 from ratoon.speculation.tree import Tree, root_only
@@ -26,13 +27,15 @@ MAX_CHANCE = 0.999
 class _Candidates:
     """Nodes proposed so far. The root is node 0; candidate j is node j + 1.
 
-    Each list has one tensor `[B, F * C]` per level.
+    Each list has one tensor `[B, F * C]` per level. `all_chances`, filled only where somebody asks,
+    holds those that are too small to be verified, too.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
     parents: list[Tensor] = field(default_factory=list)
     chances: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
+    all_chances: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +61,7 @@ def build_tree(
     vocab_size: int,
     depth_limits: Tensor | None = None,
     calibration: Calibration | None = None,
+    promise_budget: int = 0,
 ) -> Tree:
     """Draft one tree per sequence, mixing all proposers that the strategy uses.
 
@@ -69,7 +73,8 @@ def build_tree(
 
     Shapes: `root_tokens [B]`, the last committed tokens; `depth_limits [B]`, the largest useful
     depth of each sequence (tokens left to generate, minus one). N shrinks to what the fullest
-    sequence drafted.
+    sequence drafted. With `promise_budget` the tree says what trees of up to so many nodes per
+    sequence promise, from all candidates.
     Cost: about 40 small operations per level, and one host-device sync per level.
     Source: dynamic draft trees (EAGLE-2, Li et al. 2024); coupled chances and mixing are ours.
     """
@@ -95,6 +100,8 @@ def build_tree(
         chances = chances * frontier.chances.unsqueeze(2)
         if depth_limits is not None:
             chances = chances * (depth_limits > level)[:, None, None]
+        if promise_budget:
+            candidates.all_chances.append(chances.flatten(1))
         chances = F.threshold(chances, strategy.min_chance, 0.0)
         candidates.tokens.append(tokens.flatten(1))
         candidates.parents.append(frontier.nodes.repeat_interleave(tokens.shape[2], dim=1))
@@ -110,7 +117,11 @@ def build_tree(
     chances = torch.cat(candidates.chances, dim=1)
     if strategy.cap is not None:
         chances = _keep_best_of_batch(chances, strategy.budget)
-    return _keep_best(candidates, chances, root_tokens, strategy.largest_tree)
+    tree = _keep_best(candidates, chances, root_tokens, strategy.largest_tree)
+    if not promise_budget:
+        return tree
+    promised = promised_visits(candidates.all_chances, strategy.depth, promise_budget)
+    return replace(tree, promised=promised)
 
 
 def _sources(strategy: Strategy) -> list[Source]:

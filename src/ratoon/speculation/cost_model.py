@@ -3,8 +3,9 @@
     tokens per second of a strategy = live · (1 + expected visits) / (draft + verify seconds)
 
 Seconds of a forward pass by its rows are measured at start, and each step corrects them. Expected
-visits come from `visits_by_rank`, so that one verified tree tells of all smaller ones, and no
-strategy has to be tried to be known. Source: ours; TLT (section 4.2) explores with a bandit.
+visits are what the drafters' candidates promise by their calibrated chances (`promised_visits`), so
+that one step tells of all smaller trees, and none has to be tried to be known.
+Source: ours; TLT (section 4.2) explores with a bandit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _MAX_SURPRISE = math.log(2.0)
 # Weight of one sequence's step against what was seen long before, and of many sequences at most.
 _FORGET = 0.02
 _MAX_FORGET = 0.3
+# Promises are sums of many chances; whether they come true is seen of few nodes, and slowly.
+_MAX_TRUTH_FORGET = 0.05
+_MAX_TRUTH = 2.0
 # What no tree has shown lately drifts by so much a step to this share of what comes before it.
 _DRIFT = 0.01
 _LIKE_BEFORE = 0.8
@@ -83,49 +87,57 @@ class Latency:
 
 
 class Gains:
-    """Visits that trees of a budget and a depth can expect.
+    """Visits that trees of a budget and a depth can expect, per sequence.
 
-    By rank: a tree's best nodes are the smaller tree. By depth: a tree's upper levels are the
-    shallower one. What a smaller or shallower tree does not show drifts up to a little less than
-    what comes before it, so that it is tried again: the drafter is being trained.
+    What the candidates of the last steps promised, times how far such promises came true. A step
+    tells of all budgets and depths up to its own. Of larger ones it tells that a further node, or
+    level, gains no more than the one before; up to a little less than that, estimates drift, so
+    that larger trees are tried again: the drafter is being trained.
     """
 
     def __init__(self, budget: int, depth: int) -> None:
-        self._by_rank = [_FIRST_GUESS * _LIKE_BEFORE**rank for rank in range(budget)]
-        self._by_depth = [_FIRST_GUESS * _LIKE_BEFORE**level for level in range(depth)]
+        nodes = [_FIRST_GUESS * _LIKE_BEFORE**rank for rank in range(budget)]
+        levels = [_FIRST_GUESS * _LIKE_BEFORE**level for level in range(depth)]
+        self._promised = [
+            [min(sum(nodes[: b + 1]), sum(levels[: d + 1])) for b in range(budget)]
+            for d in range(depth)
+        ]
+        self._truth = 1.0
         self._seen = 0
 
     def expected(self, budget: int, depth: int) -> float:
         """Nodes that the target visits in a tree of so many nodes and levels."""
-        return min(sum(self._by_rank[:budget]), sum(self._by_depth[:depth]))
+        return self._truth * self._promised[depth - 1][budget - 1]
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a tree. Ranks below `min_chance` were not drafted: half of it is assumed."""
-        strategy, visits = record.strategy, record.visits
+        """Learn from a step that guessed."""
         self._seen += record.num_live
-        forget = min(_MAX_FORGET, max(_FORGET * record.num_live, record.num_live / self._seen))
-        deepest = strategy.depth == len(self._by_depth)
-        ranks: list[float | None] = []
-        for rank in range(min(strategy.budget, len(self._by_rank))):
-            present = record.present[rank] if rank < len(visits) else 0.0
-            found = sum(visits[rank]) if rank < len(visits) else 0.0
-            # In a shallow tree low ranks are siblings, where a deeper one has descendants.
-            known = deepest or rank < strategy.depth
-            missing = 0.5 * strategy.min_chance * (1.0 - present)
-            ranks.append(found + missing if known else None)
-        levels = [sum(row[level] for row in visits) for level in range(strategy.depth)]
-        _follow(self._by_rank, ranks, forget)
-        _follow(self._by_depth, levels, forget)
+        weight = record.num_live / self._seen
+        follow = min(_MAX_FORGET, max(_FORGET * record.num_live, weight))
+        if record.expected > 0:
+            truth = min(_MAX_TRUTH, record.visited / record.expected)
+            self._truth += min(follow, _MAX_TRUTH_FORGET) * (truth - self._truth)
+        known_depth, known_budget = record.strategy.depth, record.strategy.budget
+        for depth, row in enumerate(self._promised):
+            found = record.promised[min(depth, known_depth - 1)]
+            for place in range(len(row)):
+                if depth < known_depth and place < known_budget:
+                    row[place] += follow * (found[place] - row[place])
+                else:
+                    self._extrapolate(depth, place, deeper=depth >= known_depth)
 
+    def _extrapolate(self, depth: int, place: int, *, deeper: bool) -> None:
+        """Move the estimate of a tree that the step told nothing of, by what smaller ones gain."""
 
-def _follow(estimates: list[float], found: Sequence[float | None], forget: float) -> None:
-    """Move estimates towards what was found, and up where nothing was."""
-    for place, estimate in enumerate(estimates):
-        value = found[place] if place < len(found) else None
-        if value is not None:
-            estimates[place] += forget * (value - estimate)
-        elif place:
-            estimates[place] += _DRIFT * max(0.0, _LIKE_BEFORE * estimates[place - 1] - estimate)
+        def gain(steps: int) -> float:
+            """Of the tree that is smaller by so many levels, or else nodes."""
+            d, b = (depth - steps, place) if deeper else (depth, place - steps)
+            return self._promised[d][b] if min(d, b) >= 0 else 0.0
+
+        row = self._promised[depth]
+        last = max(0.0, gain(1) - gain(2))
+        row[place] += _DRIFT * max(0.0, gain(1) + _LIKE_BEFORE * last - row[place])
+        row[place] = max(gain(1), min(gain(1) + last, row[place]))
 
 
 @dataclass(slots=True)
@@ -145,8 +157,6 @@ class CostModelTuner:
     the measured cost of a forward pass by rows.
     """
 
-    counts_visits = True
-
     def __init__(self, largest: Strategy, max_rows: int, verify: Latency) -> None:
         self._largest = largest
         self._max_rows = max_rows
@@ -155,6 +165,7 @@ class CostModelTuner:
         # Of one level, by live sequences.
         self._draft = Latency([(n, _DRAFT_SHARE * verify(2 * n)) for n in sizes])
         self._gains = Gains(largest.budget, largest.depth)
+        self.promise_budget = largest.budget
         self._trees = _trees(largest)
         self._choice = _Choice(PLAIN, 0, 0)
         self._plain_steps = self._guessing_steps = 0

@@ -22,7 +22,8 @@ class Tree:
     Shapes: `tokens`, `parents` (-1 at the root), `depths` (0 at the root) and `sources` int64
     `[B, N]`; `chances [B, N]` float32 is the estimated chance that the target visits the node
     (1 at the root, never above the parent's); `valid [B, N]` bool. Bit i of `sources` is set
-    where proposer i proposed the node.
+    where proposer i proposed the node. `promised`, where it was asked for, is what trees of other
+    sizes would have promised (see `promised_visits`).
     """
 
     tokens: Tensor
@@ -31,6 +32,7 @@ class Tree:
     chances: Tensor
     valid: Tensor
     sources: Tensor
+    promised: Tensor | None = None
 
     @property
     def max_depth(self) -> int:

@@ -17,9 +17,10 @@ class StepRecord:
     """What one decode step was and took.
 
     `num_live` sequences, `rows` of the forward pass, `tokens` that became known; `draft_s` seconds
-    of drafting and `verify_s` of all the rest. `visits[r][k]` are the visited nodes per sequence of
-    rank r, by chance (see `visits_by_rank`), at depth k + 1; `present[r]` the drafted ones. Both
-    are empty in a plain step, and for a tuner that does not count visits.
+    of drafting and `verify_s` of all the rest. `expected` is the sum of the drafted nodes' chances
+    per sequence, `visited` how many of them were; `promised[d - 1][b - 1]` what trees of d levels
+    and b nodes per sequence would have been expected to (see `promised_visits`). All three are
+    empty in a plain step, and for a tuner that does not ask.
     """
 
     strategy: Strategy
@@ -28,14 +29,18 @@ class StepRecord:
     tokens: int
     draft_s: float
     verify_s: float
-    visits: Sequence[Sequence[float]] = ()
-    present: Sequence[float] = ()
+    expected: float = 0.0
+    visited: float = 0.0
+    promised: Sequence[Sequence[float]] = ()
 
 
 class Tuner(Protocol):
-    """Chooses the strategy of each decode step. `counts_visits` says that records need them."""
+    """Chooses the strategy of each decode step.
 
-    counts_visits: bool
+    Records say what was promised for up to `promise_budget` nodes per sequence; 0: nothing.
+    """
+
+    promise_budget: int
 
     def choose(self, num_live: int) -> Strategy:
         """The strategy for so many live sequences."""
@@ -49,7 +54,7 @@ class Tuner(Protocol):
 class RuleTuner:
     """A function of the live batch. Example: `RuleTuner(lambda num_live: PLAIN)`."""
 
-    counts_visits = False
+    promise_budget = 0
 
     def __init__(self, rule: Callable[[int], Strategy]) -> None:
         self._rule = rule
@@ -65,7 +70,7 @@ class RuleTuner:
 class TableTuner:
     """A picker's choice, such as `StrategyTable`'s: what TLT calls a static threshold."""
 
-    counts_visits = False
+    promise_budget = 0
 
     def __init__(self, picker: StrategyPicker) -> None:
         self._picker = picker

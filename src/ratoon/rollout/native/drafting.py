@@ -89,8 +89,15 @@ class Drafting:
         if self.suffix is not None:
             self.suffix.move_row(last, row)
 
-    def draft(self, strategy: Strategy, roots: Tensor, rows: Rows, temperature: float) -> Tree:
-        """One tree per live row, below its last known token (`roots [B]`)."""
+    def draft(
+        self,
+        strategy: Strategy,
+        roots: Tensor,
+        rows: Rows,
+        temperature: float,
+        promise_budget: int = 0,
+    ) -> Tree:
+        """One tree per live row, below its last known token (`roots [B]`); see `build_tree`."""
         num_live = len(roots)
         if strategy.use_learned and Source.LEARNED in self._proposers:
             self._observe(rows, num_live)
@@ -104,6 +111,7 @@ class Drafting:
             vocab_size=self._vocab_limit,
             depth_limits=rows.last_positions[:num_live] - lengths - 1,
             calibration=self.calibration,
+            promise_budget=promise_budget,
         )
 
     def committed(self, tree: Tree, verified: Verified, known: Tensor, carried: Tensor) -> None:

@@ -9,7 +9,7 @@ over the features kept in its window.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,10 +25,9 @@ from ratoon.rollout.native.rows import Rows
 from ratoon.sampling.keyed_noise import sequence_key
 from ratoon.sampling.select import Selector
 from ratoon.speculation.strategy import Strategy
-from ratoon.speculation.tree import Tree, ancestor_mask, packed, root_only
+from ratoon.speculation.tree import Tree, ancestor_mask, packed, root_only, visited_nodes
 from ratoon.speculation.tuner import StepRecord, Tuner, never
 from ratoon.speculation.verify import Verified, walk
-from ratoon.speculation.visits import visits_by_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ class RolloutEngine:
         num_live = rows.num_live
         strategy = self._tuner.choose(num_live)
         started = time.perf_counter()
-        tree, carried = self._draft(strategy)
+        tree, carried, promised = self._draft(strategy)
         drafted = time.perf_counter()
         nodes, places = packed(tree)
         hidden, features = self._forward(tree, nodes)
@@ -226,7 +225,8 @@ class RolloutEngine:
             self._drafting.committed(tree, verified, known, carried)
         self._count(strategy, tree, final)
         finished = self._finish(verified.tokens, final)
-        self._report(strategy, tree, verified, known, carried, drafted - started, drafted)
+        times = drafted - started, time.perf_counter() - drafted
+        self._report(strategy, tree, verified, known - carried, carried, promised, times)
         return finished
 
     def _report(
@@ -234,46 +234,52 @@ class RolloutEngine:
         strategy: Strategy,
         tree: Tree,
         verified: Verified,
-        known: Tensor,
+        gained: Tensor,
         carried: Tensor,
-        draft_s: float,
-        drafted: float,
+        promised: Tensor | None,
+        times: tuple[float, float],
     ) -> None:
-        """Tell the tuner of the step, which ends now; `drafted` is when its tree was ready."""
-        visits: list[list[float]] = []
-        present: list[float] = []
-        guessed = not strategy.is_plain and tree.tokens.shape[1] > 1
-        if guessed and self._tuner.counts_visits:
-            visits, present = visits_by_rank(tree, verified.path, carried)
-        self._tuner.observe(
-            StepRecord(
-                strategy=strategy,
-                num_live=len(known),
-                rows=int(tree.valid.sum()),
-                tokens=int((known - carried).clamp_min(0).sum()),
-                draft_s=draft_s,
-                verify_s=time.perf_counter() - drafted,
-                visits=visits,
-                present=present,
-            )
+        """Tell the tuner of the step."""
+        num_live = len(gained)
+        record = StepRecord(
+            strategy=strategy,
+            num_live=num_live,
+            rows=int(tree.valid.sum()),
+            tokens=int(gained.clamp_min(0).sum()),
+            draft_s=times[0],
+            verify_s=times[1],
         )
+        if promised is not None:
+            drafted = tree.valid & (tree.depths > carried[:, None])
+            visited = visited_nodes(tree, verified.path) & drafted
+            record = replace(
+                record,
+                expected=float((tree.chances * drafted).sum()) / num_live,
+                visited=int(visited.sum()) / num_live,
+                promised=promised.tolist(),
+            )
+        self._tuner.observe(record)
 
-    def _draft(self, strategy: Strategy) -> tuple[Tree, Tensor]:
-        """The step's trees, and how many carried tokens each begins with."""
+    def _draft(self, strategy: Strategy) -> tuple[Tree, Tensor, Tensor | None]:
+        """The step's trees, how many carried tokens each begins with, and what was promised."""
         rows = self.rows
         num_live = rows.num_live
         carried = rows.carried[:num_live].clone()
         chain = rows.chain(num_live)
         roots = chain.gather(1, carried[:, None])[:, 0]
+        promised = None
         if strategy.is_plain or self._drafting is None:
             tree = root_only(roots)
         else:
-            tree = self._drafting.draft(strategy, roots, rows, self._params.temperature)
+            tree = self._drafting.draft(
+                strategy, roots, rows, self._params.temperature, self._tuner.promise_budget
+            )
+            promised = tree.promised
             if self._confirm:
                 tree = main_path_first(tree)
         if chain.shape[1] > 1:
             tree = with_chain(tree, chain[:, :-1], carried)
-        return tree, carried
+        return tree, carried, promised
 
     def _forward(self, tree: Tree, nodes: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.rows
