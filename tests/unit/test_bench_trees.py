@@ -13,7 +13,7 @@ from ratoon.bench import recorded
 from ratoon.bench.recorded import Recipe, Source, entropy, record, train
 from ratoon.bench.rejection import block_reach, token_reach
 from ratoon.bench.responses import CHILDREN, DEPTH, GreedyProposer, Responses, follow
-from ratoon.bench.trees import _rows, _walks
+from ratoon.bench.trees import _rows, _sharing, _walks
 from ratoon.drafter.trainer import TrainerOptions
 from ratoon.records import SamplingParams
 from ratoon.rollout.native.engine import Finished
@@ -52,7 +52,7 @@ def finished(source: Source) -> dict[float, list[Finished]]:
 def responses(source: Source, finished: dict[float, list[Finished]]) -> dict[float, Responses]:
     options = TrainerOptions(compute_dtype=torch.float32)
     others = record(source, range(RESPONSES, 40), 1.0)
-    drafter = train(source, others, Recipe(window=64, steps=40, options=options))
+    drafter = train(source, others, Recipe(window=64, steps=40, options=options)).drafter
     return {t: Responses(source, drafter, found, t) for t, found in finished.items()}
 
 
@@ -129,6 +129,16 @@ def test_every_scheme_is_compared_and_block_verification_beats_tokens(
         for reach in (token_reach, block_reach)
     ]
     assert totals[1] > 0.97 * totals[0]
+
+
+def test_sharing_never_loses_much_and_is_measured_for_each_budget(
+    responses: dict[float, Responses],
+) -> None:
+    rows = _sharing(responses[1.0], responses[1.0])
+    assert [row["nodes_per_sequence"] for row in rows] == [1, 2, 4]
+    for row in rows:
+        assert row["low"] <= row["ratio"] <= row["high"]
+        assert row["ratio"] > 0.9
 
 
 def test_what_was_recorded_is_what_the_keys_say(

@@ -128,7 +128,7 @@ def _row(
         select_taps(part, source.model.taps, own.model.taps) for part in (seen, held_out)
     )
     started = time.process_time()
-    drafter = train(own, seen, recipe)
+    drafter = train(own, seen, recipe).drafter
     seconds = time.process_time() - started
     responses = Responses(own, drafter, held_out, 1.0)
     counts = responses.walk(responses.tree_step(CoupledProposer, TREE, Calibration()))

@@ -160,7 +160,7 @@ class Recipe:
     options: TrainerOptions = field(default_factory=lambda: _fast(TrainerOptions()))
 
 
-def train(source: Source, finished: Sequence[Finished], recipe: Recipe) -> Eagle3Drafter:
+def train(source: Source, finished: Sequence[Finished], recipe: Recipe) -> DrafterTrainer:
     """A drafter trained on recorded responses; it proposes their most frequent tokens."""
     config = DrafterConfig.for_target(
         source.decoder.config, recipe.vocabulary, recipe.window, source.model.taps
@@ -183,7 +183,7 @@ def train(source: Source, finished: Sequence[Finished], recipe: Recipe) -> Eagle
         buffer.add(_sample(item))
     spot = SpotTrainer(trainer, buffer, lambda *_: None, publish_every=recipe.steps + 1)
     spot.start(lambda: trainer.step >= recipe.steps).run()
-    return drafter
+    return trainer
 
 
 def _num_tokens(item: Finished) -> int:

@@ -11,6 +11,7 @@ are counted as the walk through the response takes them. Acceptance does not dep
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ import numpy as np
 from ratoon.bench.recorded import Recipe, entropy, open_source, record, train
 from ratoon.bench.rejection import best_shape, block_reach, token_reach
 from ratoon.bench.responses import CHILDREN, DEPTH, Counts, GreedyProposer, Responses
-from ratoon.drafter.checkpoint import load_drafter
+from ratoon.drafter.checkpoint import load_drafter, save_checkpoint
+from ratoon.errors import ConfigError
 from ratoon.observe.provenance import provenance
 from ratoon.speculation.calibration import Calibration
 from ratoon.speculation.proposer import CoupledProposer
 from ratoon.speculation.strategy import Strategy
 
+# The last one is that of training rollouts.
 TEMPERATURES = (0.0, 0.6, 1.0)
 NUM_CALIBRATION = 8
+SHARED_BUDGETS = (1, 2, 4)
+SHARED_CAP = 16
 # What coupled trees must gain on each at temperature 1, by the lower end of the interval.
 OPEN_TEXT, TASK = "open text", "the quickstart's task"
 BARS = {
@@ -44,16 +49,22 @@ def run(
     responses: int = 48,
     train_responses: int = 256,
     steps: int = 400,
+    keep: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Compare all ways at all temperatures; JSON values.
 
     Prompts are beginnings of the documents of `text`, or the quickstart's task. Without `drafter`
-    one is trained first, on `train_responses` other responses at temperature 1. `rows` has tokens
-    per verification and what a coupled tree gains, with a bootstrap interval over responses.
+    one is trained first, on `train_responses` other responses at temperature 1, and kept in `keep`
+    if that is given. `rows` has tokens per verification and what a coupled tree gains, with a
+    bootstrap interval over responses; `sharing` what coupled trees gain at temperature 1 where all
+    responses share the nodes of a step.
 
-    Raises: CheckpointError, DataError as `open_source` does.
+    Raises: CheckpointError, DataError as `open_source` does; ConfigError if a drafter is to be kept
+    and none trained.
     """
+    if keep is not None and drafter is not None:
+        raise ConfigError(f"--keep {keep}: no drafter is trained because --drafter gives one")
     loaded = None if drafter is None else load_drafter(drafter)
     trained_on = 0 if loaded else train_responses
     source = open_source(
@@ -68,14 +79,17 @@ def run(
         say(f"drawing {trained_on} responses to train a drafter on")
         finished = record(source, range(held_out.stop, held_out.stop + trained_on), 1.0)
         say(f"training a drafter for {steps} steps")
-        loaded = train(source, finished, Recipe(steps=steps))
+        trainer = train(source, finished, Recipe(steps=steps))
+        loaded = trainer.drafter
+        if keep is not None:
+            save_checkpoint(keep, trainer, version=0)
     rows: list[dict[str, Any]] = []
     for temperature in TEMPERATURES:
         say(f"temperature {temperature:g}")
         recorded = record(source, held_out, temperature)
         calibrating = Responses(source, loaded, record(source, first, temperature), temperature)
-        found = _walks(Responses(source, loaded, recorded, temperature), calibrating, nodes)
-        rows += _rows(found, temperature, entropy(recorded))
+        compared = Responses(source, loaded, recorded, temperature)
+        rows += _rows(_walks(compared, calibrating, nodes), temperature, entropy(recorded))
     prompts = TASK if text is None else OPEN_TEXT
     gained = {row["scheme"]: row["low"] for row in rows if row["temperature"] == 1.0}
     return {
@@ -88,6 +102,7 @@ def run(
         "children": CHILDREN,
         "drafter": {"trained_on_responses": trained_on, "steps": steps if trained_on else None},
         "rows": rows,
+        "sharing": _sharing(compared, calibrating),
         "bars_met": {
             f"coupled tree / {scheme} >= {bar}": gained[scheme] >= bar
             for scheme, bar in BARS[prompts].items()
@@ -114,6 +129,36 @@ def _walks(responses: Responses, calibrating: Responses, nodes: int) -> dict[str
     shape = best_shape(calibrating.child_acceptance(), nodes)
     found["sampled tree"] = responses.walk(responses.sampled_step(shape))
     return found
+
+
+def _sharing(responses: Responses, calibrating: Responses) -> list[dict[str, Any]]:
+    """Coupled trees of a few nodes per sequence: each its own, or the best of the whole batch."""
+    rows = []
+    for budget in SHARED_BUDGETS:
+        own = Strategy(
+            depth=min(DEPTH, budget),
+            branching=CHILDREN,
+            beam=CHILDREN,
+            budget=budget,
+            min_chance=1e-6,
+        )
+        shared = replace(own, depth=DEPTH, cap=SHARED_CAP)
+        counts = []
+        for strategy in (own, shared):
+            calibration = Calibration()
+            calibrating.walk(calibrating.tree_step(CoupledProposer, strategy, calibration))
+            step = responses.tree_step(CoupledProposer, strategy, calibration)
+            counts.append(responses.walk(step))
+        rows.append(
+            {
+                "nodes_per_sequence": budget,
+                "own": counts[0].mean,
+                "shared": counts[1].mean,
+                "ratio": counts[1].mean / counts[0].mean,
+                **_interval(counts[1], counts[0]),
+            }
+        )
+    return rows
 
 
 def _rows(found: dict[str, Counts], temperature: float, nats: float) -> list[dict[str, Any]]:

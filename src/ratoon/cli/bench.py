@@ -96,6 +96,7 @@ def trees(
         int, typer.Option(min=1, help="Without --drafter: responses to train one on.")
     ] = 256,
     steps: Annotated[int, typer.Option(min=1, help="And its optimizer steps.")] = 400,
+    keep: Annotated[Path | None, typer.Option(help="And the folder to keep it in.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ways to draft with one drafter: tokens per verification, coupled trees against others."""
@@ -111,6 +112,7 @@ def trees(
             responses=responses,
             train_responses=train_responses,
             steps=steps,
+            keep=keep,
             say=lambda message: console.print(message, highlight=False),
         ),
         as_json,
