@@ -189,6 +189,33 @@ def test_the_best_rate_is_used_for_the_difference_and_its_error() -> None:
     assert record["seconds_to_full_loss"] == {"full": 1.0, "nested_stacked": 0.75}
 
 
+@pytest.mark.parametrize(
+    ("full_loss", "words"),
+    [(3.95, "0.200 nats below the full model, and reaches the loss of its longest run in 75%"),
+     (3.8, "0.200 nats below the full model.")],
+)  # fmt: skip
+def test_the_page_shows_the_budget_that_arms_are_compared_at(full_loss: float, words: str) -> None:
+    def result(arm: str, budget: float, loss: float) -> dict[str, Any]:
+        points = [
+            {"step": step, "tokens": step, "flops": step, "seconds": budget * step, "loss": loss}
+            for step in (1, 2)
+        ]
+        common = {"lr": 1e-3, "seed": 0, "data": "d", "curve": points}
+        return {"arm": arm, "budget": budget, "loss": loss, **common}
+
+    page = render_study(
+        summarise(
+            [
+                result("full", 0.75, 4.1),
+                result("full", 1.0, full_loss),
+                result("nested_stacked", 0.75, 3.9),
+            ]
+        )
+    )
+    assert words in page
+    assert page.count('class="grid-3"') == 1
+
+
 def test_an_arm_that_ends_elsewhere_is_compared_with_the_full_model_there() -> None:
     def result(arm: str, budget: float, seconds: float, loss: float) -> dict[str, Any]:
         point = {"step": 1, "tokens": 1, "flops": 1.0, "seconds": seconds, "loss": loss}

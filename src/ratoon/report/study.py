@@ -28,10 +28,11 @@ _AXES = (
 def render_study(record: dict[str, Any]) -> str:
     """The page of what `ratoon.bench.study_summary.summarise` returned.
 
-    The curves are those of the first seed and the largest budget.
+    The curves are those of the first seed and the largest budget that arms are compared at.
     """
     rows: list[dict[str, Any]] = record["rows"]
-    largest = max((row["budget"] for row in rows), default=1.0)
+    compared = [row["budget"] for row in rows if row["arm"] != "full"]
+    largest = max(compared or [row["budget"] for row in rows], default=1.0)
     order = [row["arm"] for row in rows if row["budget"] == largest]
     others = [arm for arm in order if arm != "full"]
     colours = dict(zip(others, _COLOURS, strict=False)) | {"full": _FULL_COLOUR}
@@ -48,6 +49,7 @@ def render_study(record: dict[str, Any]) -> str:
 
 
 def _lead(record: dict[str, Any], largest: float) -> str:
+    """What the study found, in a sentence."""
     rows = [
         row for row in record["rows"] if row["budget"] == largest and row["arm"] not in _CONTROLS
     ]
@@ -59,7 +61,9 @@ def _lead(record: dict[str, Any], largest: float) -> str:
     below = -(best["against_full"] or 0.0)
     text = f"At equal seconds {best['arm']} ends {below:.3f} nats below the full model"
     share = record["seconds_to_full_loss"].get(best["arm"])
-    return text + (f", and reaches its loss in {share:.0%} of its seconds." if share else ".")
+    if share is None or share >= 1:
+        return text + "."
+    return text + f", and reaches the loss of its longest run in {share:.0%} of the seconds."
 
 
 def _chart(
