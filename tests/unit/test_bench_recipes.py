@@ -11,10 +11,10 @@ from bench_tiny import MAX_LENGTH, tiny_source
 from ratoon.bench import recipes as study
 from ratoon.bench import recorded
 from ratoon.bench.recipes import recipes, run
-from ratoon.bench.recorded import Recipe, record, select_taps
+from ratoon.bench.recorded import Corpus, Recipe, record, select_taps
 from ratoon.errors import ConfigError
 
-COUNTS = {"responses": 4, "train_responses": 8, "steps": 6}
+CORPUS = Corpus(responses=4, train_responses=8, steps=6)
 
 
 @pytest.fixture
@@ -44,21 +44,21 @@ def test_every_recipe_changes_the_default_and_sees_as_many_tokens() -> None:
 def test_finished_recipes_are_not_trained_again(
     said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run(Path("tiny"), tmp_path, names=["early"], say=said.append, **COUNTS)
+    first = run(Path("tiny"), tmp_path, CORPUS, names=["early"], say=said.append)
     assert [row["recipe"] for row in first["rows"]] == ["early"]
-    both = run(Path("tiny"), tmp_path, say=said.append, **COUNTS)
+    both = run(Path("tiny"), tmp_path, CORPUS, say=said.append)
     assert {row["recipe"] for row in both["rows"]} == {"default", "early"}
     assert sum(text.startswith("early:") for text in said) == 1
     values = [row["tokens_per_verification"] for row in both["rows"]]
     assert values == sorted(values, reverse=True)
     assert min(values) >= 1.0
     monkeypatch.setattr(study, "train", None)
-    assert run(Path("tiny"), tmp_path, **COUNTS)["rows"] == both["rows"]
+    assert run(Path("tiny"), tmp_path, CORPUS)["rows"] == both["rows"]
 
 
 def test_an_unknown_recipe_is_refused(said: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nonsense"):
-        run(Path("tiny"), tmp_path, names=["nonsense"], **COUNTS)
+        run(Path("tiny"), tmp_path, CORPUS, names=["nonsense"])
     assert not said
 
 

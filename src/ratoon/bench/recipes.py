@@ -15,7 +15,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ratoon.bench.recorded import Recipe, Source, entropy, open_source, record, select_taps, train
+from ratoon.bench.recorded import (
+    Corpus,
+    Recipe,
+    Source,
+    entropy,
+    open_source,
+    record,
+    select_taps,
+    train,
+)
 from ratoon.bench.responses import CHILDREN, DEPTH, Responses
 from ratoon.drafter.model import default_taps
 from ratoon.errors import ConfigError
@@ -66,12 +75,9 @@ def recipes(num_layers: int, steps: int) -> dict[str, Recipe]:
 def run(
     model: Path,
     results: Path,
+    corpus: Corpus,
     *,
-    text: Path | None = None,
     names: Sequence[str] = (),
-    responses: int = 40,
-    train_responses: int = 192,
-    steps: int = 300,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Train and compare what is not in `results` yet; JSON values, best first.
@@ -80,9 +86,10 @@ def run(
 
     Raises: ConfigError for a name that there is not; CheckpointError, DataError as `open_source`.
     """
-    source = open_source(model, text, responses + train_responses, taps=None)
+    count = corpus.responses + corpus.train_responses
+    source = open_source(model, corpus.text, count, taps=None)
     layers = source.decoder.config.num_layers
-    wanted = recipes(layers, steps)
+    wanted = recipes(layers, corpus.steps)
     unknown = sorted(set(names) - wanted.keys())
     if unknown:
         raise ConfigError(f"recipes {', '.join(unknown)}: give any of {', '.join(wanted)}")
@@ -90,7 +97,7 @@ def run(
         wanted = {name: wanted[name] for name in names}
     taps = sorted({tap for recipe in wanted.values() for tap in recipe.taps or ()})
     source = source.with_taps(taps)
-    setting = [model.name, str(text), responses, train_responses]
+    setting = [model.name, asdict(corpus)]
     rows = {}
     missing = {}
     for name, recipe in wanted.items():
@@ -100,9 +107,9 @@ def run(
         else:
             missing[name] = file
     if missing:
-        say(f"drawing {responses} responses to compare on and {train_responses} to train on")
-        held_out = record(source, range(responses), 1.0)
-        seen = record(source, range(responses, responses + train_responses), 1.0)
+        say(f"drawing {corpus.responses} responses to compare on and {count} in all")
+        held_out = record(source, range(corpus.responses), 1.0)
+        seen = record(source, range(corpus.responses, count), 1.0)
         results.mkdir(parents=True, exist_ok=True)
         for name, file in missing.items():
             rows[name] = _row(source, held_out, seen, wanted[name])
@@ -112,7 +119,7 @@ def run(
     return {
         "benchmark": "recipes",
         "model": model.name,
-        "prompts": "the quickstart's task" if text is None else "open text",
+        "prompts": corpus.prompts,
         "nodes": NODES,
         "depth": DEPTH,
         "rows": [{"recipe": name, **rows[name]} for name in best],

@@ -25,6 +25,7 @@ from ratoon.records import DrawKey, Request, SamplingParams, Stream
 from ratoon.rollout.native.engine import Finished, RolloutEngine
 from ratoon.rollout.native.forward import InferenceModel
 
+OPEN_TEXT, TASK_PROMPTS = "open text", "the quickstart's task"
 PROMPT_TOKENS = 48
 MAX_LENGTH = 192
 MAX_LIVE = 32
@@ -33,6 +34,26 @@ _SKIPPED_CHARACTERS = 2000
 _READ_CHARACTERS = 8 * PROMPT_TOKENS
 
 Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What is drawn from a model: to which prompts, and how much.
+
+    Prompts are beginnings of the documents of `text`, or the quickstart's task. Drafters are
+    compared on `responses` and trained on as many others as `train_responses`, for `steps`
+    optimizer steps.
+    """
+
+    text: Path | None = None
+    responses: int = 48
+    train_responses: int = 192
+    steps: int = 300
+
+    @property
+    def prompts(self) -> str:
+        """What the prompts are, in words."""
+        return TASK_PROMPTS if self.text is None else OPEN_TEXT
 
 
 @dataclass(frozen=True, slots=True, eq=False)

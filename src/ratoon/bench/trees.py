@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from ratoon.bench.recorded import Recipe, entropy, open_source, record, train
+from ratoon.bench.recorded import (
+    OPEN_TEXT,
+    TASK_PROMPTS,
+    Corpus,
+    Recipe,
+    entropy,
+    open_source,
+    record,
+    train,
+)
 from ratoon.bench.rejection import best_shape, block_reach, token_reach
 from ratoon.bench.responses import CHILDREN, DEPTH, Counts, GreedyProposer, Responses
 from ratoon.drafter.checkpoint import load_drafter, save_checkpoint
@@ -33,32 +42,27 @@ NUM_CALIBRATION = 8
 SHARED_BUDGETS = (1, 2, 4)
 SHARED_CAP = 16
 # What coupled trees must gain on each at temperature 1, by the lower end of the interval.
-OPEN_TEXT, TASK = "open text", "the quickstart's task"
 BARS = {
     OPEN_TEXT: {"greedy tree": 1.18, "sampled tree": 0.98, "block chain": 1.15},
-    TASK: {"greedy tree": 1.05, "sampled tree": 0.98, "block chain": 1.15},
+    TASK_PROMPTS: {"greedy tree": 1.05, "sampled tree": 0.98, "block chain": 1.15},
 }
 
 
 def run(
     model: Path,
+    corpus: Corpus,
     *,
     drafter: Path | None = None,
-    text: Path | None = None,
     nodes: int = 16,
-    responses: int = 48,
-    train_responses: int = 256,
-    steps: int = 400,
     keep: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Compare all ways at all temperatures; JSON values.
 
-    Prompts are beginnings of the documents of `text`, or the quickstart's task. Without `drafter`
-    one is trained first, on `train_responses` other responses at temperature 1, and kept in `keep`
-    if that is given. `rows` has tokens per verification and what a coupled tree gains, with a
-    bootstrap interval over responses; `sharing` what coupled trees gain at temperature 1 where all
-    responses share the nodes of a step.
+    Without `drafter` one is trained first, at temperature 1, and kept in `keep` if that is given.
+    `rows` has tokens per verification and what a coupled tree gains, with a bootstrap interval over
+    responses; `sharing` what coupled trees gain at temperature 1 where all responses share the
+    nodes of a step.
 
     Raises: CheckpointError, DataError as `open_source` does; ConfigError if a drafter is to be kept
     and none trained.
@@ -66,20 +70,20 @@ def run(
     if keep is not None and drafter is not None:
         raise ConfigError(f"--keep {keep}: no drafter is trained because --drafter gives one")
     loaded = None if drafter is None else load_drafter(drafter)
-    trained_on = 0 if loaded else train_responses
+    trained_on = 0 if loaded else corpus.train_responses
     source = open_source(
         model,
-        text,
-        NUM_CALIBRATION + responses + trained_on,
+        corpus.text,
+        NUM_CALIBRATION + corpus.responses + trained_on,
         None if loaded is None else loaded.config.taps,
     )
     first = range(NUM_CALIBRATION)
-    held_out = range(NUM_CALIBRATION, NUM_CALIBRATION + responses)
+    held_out = range(NUM_CALIBRATION, NUM_CALIBRATION + corpus.responses)
     if loaded is None:
         say(f"drawing {trained_on} responses to train a drafter on")
         finished = record(source, range(held_out.stop, held_out.stop + trained_on), 1.0)
-        say(f"training a drafter for {steps} steps")
-        trainer = train(source, finished, Recipe(steps=steps))
+        say(f"training a drafter for {corpus.steps} steps")
+        trainer = train(source, finished, Recipe(steps=corpus.steps))
         loaded = trainer.drafter
         if keep is not None:
             save_checkpoint(keep, trainer, version=0)
@@ -90,22 +94,24 @@ def run(
         calibrating = Responses(source, loaded, record(source, first, temperature), temperature)
         compared = Responses(source, loaded, recorded, temperature)
         rows += _rows(_walks(compared, calibrating, nodes), temperature, entropy(recorded))
-    prompts = TASK if text is None else OPEN_TEXT
     gained = {row["scheme"]: row["low"] for row in rows if row["temperature"] == 1.0}
     return {
         "benchmark": "trees",
         "model": model.name,
-        "prompts": prompts,
-        "responses": responses,
+        "prompts": corpus.prompts,
+        "responses": corpus.responses,
         "nodes": nodes,
         "depth": DEPTH,
         "children": CHILDREN,
-        "drafter": {"trained_on_responses": trained_on, "steps": steps if trained_on else None},
+        "drafter": {
+            "trained_on_responses": trained_on,
+            "steps": corpus.steps if trained_on else None,
+        },
         "rows": rows,
         "sharing": _sharing(compared, calibrating),
         "bars_met": {
             f"coupled tree / {scheme} >= {bar}": gained[scheme] >= bar
-            for scheme, bar in BARS[prompts].items()
+            for scheme, bar in BARS[corpus.prompts].items()
         },
         "provenance": provenance(1),
     }

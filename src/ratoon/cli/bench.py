@@ -20,6 +20,12 @@ Drafter = Annotated[
     Path | None, typer.Option(help="Directory of a drafter, such as runs/quickstart/drafter.")
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds of all cases.")]
+Text = Annotated[
+    Path | None, typer.Option(help="Documents to continue; by default the quickstart's task.")
+]
+Responses = Annotated[int, typer.Option(min=2, help="Responses to compare on.")]
+TrainResponses = Annotated[int, typer.Option(min=1, help="Others to train a drafter on.")]
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of that.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record.")]
 _MODEL = Path("models/smollm2-135m")
 
@@ -86,72 +92,43 @@ def neighbour(
 def trees(
     model: Model = _MODEL,
     drafter: Drafter = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Documents to continue; by default the quickstart's task."),
-    ] = None,
+    text: Text = None,
     nodes: Annotated[int, typer.Option(min=6, max=128, help="Drafted nodes to verify.")] = 16,
-    responses: Annotated[int, typer.Option(min=2, help="Responses to compare on.")] = 48,
-    train_responses: Annotated[
-        int, typer.Option(min=1, help="Without --drafter: responses to train one on.")
-    ] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="And its optimizer steps.")] = 400,
-    keep: Annotated[Path | None, typer.Option(help="And the folder to keep it in.")] = None,
+    responses: Responses = 48,
+    train_responses: TrainResponses = 192,
+    steps: Steps = 300,
+    keep: Annotated[
+        Path | None, typer.Option(help="Without --drafter: folder for the one that is trained.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ways to draft with one drafter: tokens per verification, coupled trees against others."""
+    from ratoon.bench.recorded import Corpus
     from ratoon.bench.trees import run
 
-    console = Console(stderr=True)
-    _show(
-        lambda: run(
-            model,
-            drafter=drafter,
-            text=text,
-            nodes=nodes,
-            responses=responses,
-            train_responses=train_responses,
-            steps=steps,
-            keep=keep,
-            say=lambda message: console.print(message, highlight=False),
-        ),
-        as_json,
-    )
+    corpus = Corpus(text, responses, train_responses, steps)
+    _show(lambda: run(model, corpus, drafter=drafter, nodes=nodes, keep=keep, say=_say), as_json)
 
 
 @app.command("recipes")
 def recipes(
     results: Annotated[Path, typer.Option(help="Folder of finished recipes; none is repeated.")],
     model: Model = _MODEL,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Documents to continue; by default the quickstart's task."),
-    ] = None,
+    text: Text = None,
     only: Annotated[
         list[str] | None, typer.Option(help="A recipe to train; all by default. May be repeated.")
     ] = None,
-    responses: Annotated[int, typer.Option(min=2, help="Responses to compare on.")] = 40,
-    train_responses: Annotated[int, typer.Option(min=1, help="Responses to train on.")] = 192,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the default.")] = 300,
+    responses: Responses = 48,
+    train_responses: TrainResponses = 192,
+    steps: Steps = 300,
     as_json: AsJson = False,
 ) -> None:
     """What makes a drafter good: each change of its recipe, by tokens per verification."""
     from ratoon.bench.recipes import run
+    from ratoon.bench.recorded import Corpus
 
-    console = Console(stderr=True)
-    _show(
-        lambda: run(
-            model,
-            results,
-            text=text,
-            names=only or (),
-            responses=responses,
-            train_responses=train_responses,
-            steps=steps,
-            say=lambda message: console.print(message, highlight=False),
-        ),
-        as_json,
-    )
+    corpus = Corpus(text, responses, train_responses, steps)
+    _show(lambda: run(model, results, corpus, names=only or (), say=_say), as_json)
 
 
 @app.command("est")
@@ -170,6 +147,10 @@ def est(
 
 
 app.command("pretrain")(study)
+
+
+def _say(message: str) -> None:
+    Console(stderr=True).print(message, highlight=False)
 
 
 def _show(measure: Callable[[], dict[str, Any]], as_json: bool) -> None:
