@@ -65,6 +65,11 @@ _THIRDS: Stages = [
     {"start": 0.25, "layers": 2 / 3},
     {"start": 0.5},
 ]
+_LATE_THIRDS: Stages = [
+    {"start": 0.0, "layers": 1 / 3},
+    {"start": 0.35, "layers": 2 / 3},
+    {"start": 0.65},
+]
 _WIDTH: Stages = [{"start": 0.0, "heads": 0.5, "neurons": 0.5}, {"start": 7 / 15}]
 _NO_SCALE = {f"scale_{axis}": "none" for axis in ("attention", "mlp", "layers")}
 _ROOT_SCALE = {f"scale_{axis}": "inv_sqrt_p" for axis in ("attention", "mlp", "layers")}
@@ -79,6 +84,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "nested_early": _nested(_EARLY),
     "nested_late": _nested(_LATE),
     "nested_thirds": _nested(_THIRDS),
+    "nested_late_thirds": _nested(_LATE_THIRDS),
     "nested_staged": _nested(_paper()),
     "random_layers": _random(_DEPTH),
     "random_width": _random(_WIDTH),
