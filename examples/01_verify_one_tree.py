@@ -65,8 +65,7 @@ def speculative(drafter: str) -> tuple[list[int], list[int]]:
         tree = draft(tokens, drafter)
         nodes, places = packed(tree)
         logits: Tensor = LOGITS[tree.tokens.view(-1)[nodes]]  # The target at all nodes at once.
-        t0 = torch.tensor([len(tokens)])
-        verified = walk(tree, logits, places, KEYS, t0, SELECTOR, PARAMS)
+        verified = walk(tree, logits, places, KEYS, torch.tensor([len(tokens)]), SELECTOR, PARAMS)
         commits.append(int(verified.counts))
         tokens += verified.tokens[0, : commits[-1]].tolist()
     return tokens[:LENGTH], commits

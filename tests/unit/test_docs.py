@@ -177,7 +177,7 @@ def check_ratoon(arguments: list[str]) -> None:
         name = words.pop(0)
         command = command.commands[name]
     values = command.make_context(name, words).params
-    if name in CONFIGS:
+    if name in CONFIGS and "config" in values:
         check_recipe(CONFIGS[name], ROOT / values["config"], values["overrides"] or ())
 
 
