@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,15 @@ class EngineStats:
     tokens_speculated: int = 0
     nodes_drafted: int = 0
     live_batch: list[int] = field(default_factory=list)
+
+
+class _Drafted(NamedTuple):
+    """A step's trees, how many carried tokens each begins with, what was promised, and seconds."""
+
+    tree: Tree
+    carried: Tensor
+    promised: Tensor | None
+    seconds: float
 
 
 class RolloutEngine:
@@ -201,9 +211,9 @@ class RolloutEngine:
         rows = self.rows
         num_live = rows.num_live
         strategy = self._tuner.choose(num_live)
+        drafted = self._draft(strategy)
         started = time.perf_counter()
-        tree, carried, promised = self._draft(strategy)
-        drafted = time.perf_counter()
+        tree = drafted.tree
         nodes, places = packed(tree)
         hidden, features = self._forward(tree, nodes)
         verified = walk(
@@ -222,46 +232,44 @@ class RolloutEngine:
             states = torch.cat([features, hidden], dim=-1)
         rows.commit(verified, known, final, states, places)
         if self._drafting is not None:
-            self._drafting.committed(tree, verified, known, carried)
+            self._drafting.committed(tree, verified, known, drafted.carried)
         self._count(strategy, tree, final)
         finished = self._finish(verified.tokens, final)
-        times = drafted - started, time.perf_counter() - drafted
-        self._report(strategy, tree, verified, known - carried, carried, promised, times)
+        self._report(strategy, drafted, verified, known, time.perf_counter() - started)
         return finished
 
     def _report(
         self,
         strategy: Strategy,
-        tree: Tree,
+        drafted: _Drafted,
         verified: Verified,
-        gained: Tensor,
-        carried: Tensor,
-        promised: Tensor | None,
-        times: tuple[float, float],
+        known: Tensor,
+        verify_s: float,
     ) -> None:
         """Tell the tuner of the step."""
-        num_live = len(gained)
+        tree, carried, promised, draft_s = drafted
+        num_live = len(known)
         record = StepRecord(
             strategy=strategy,
             num_live=num_live,
             rows=int(tree.valid.sum()),
-            tokens=int(gained.clamp_min(0).sum()),
-            draft_s=times[0],
-            verify_s=times[1],
+            tokens=int((known - carried).clamp_min(0).sum()),
+            draft_s=draft_s,
+            verify_s=verify_s,
         )
         if promised is not None:
-            drafted = tree.valid & (tree.depths > carried[:, None])
-            visited = visited_nodes(tree, verified.path) & drafted
+            is_drafted = tree.valid & (tree.depths > carried[:, None])
+            visited = visited_nodes(tree, verified.path) & is_drafted
             record = replace(
                 record,
-                expected=float((tree.chances * drafted).sum()) / num_live,
+                expected=float((tree.chances * is_drafted).sum()) / num_live,
                 visited=int(visited.sum()) / num_live,
                 promised=promised.tolist(),
             )
         self._tuner.observe(record)
 
-    def _draft(self, strategy: Strategy) -> tuple[Tree, Tensor, Tensor | None]:
-        """The step's trees, how many carried tokens each begins with, and what was promised."""
+    def _draft(self, strategy: Strategy) -> _Drafted:
+        started = time.perf_counter()
         rows = self.rows
         num_live = rows.num_live
         carried = rows.carried[:num_live].clone()
@@ -279,7 +287,7 @@ class RolloutEngine:
                 tree = main_path_first(tree)
         if chain.shape[1] > 1:
             tree = with_chain(tree, chain[:, :-1], carried)
-        return tree, carried, promised
+        return _Drafted(tree, carried, promised, time.perf_counter() - started)
 
     def _forward(self, tree: Tree, nodes: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.rows
