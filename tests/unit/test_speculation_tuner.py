@@ -160,6 +160,14 @@ def test_the_tail_is_met_with_larger_trees_at_once(verify: Seconds) -> None:
         assert machine.rate(tuner, num_live, 30) > 0.85 * machine.best_fixed(num_live)
 
 
+def test_a_step_that_found_no_drafter_tells_of_no_gain() -> None:
+    tuner = make_tuner(flat)
+    tuner.observe(StepRecord(LARGEST, 4, 4, 4, 0.001, flat(4)))
+    machine = Machine(flat, GOOD)
+    machine.rate(tuner, 4, 20)
+    assert machine.rate(tuner, 4, 100) > 0.9 * machine.best_fixed(4)
+
+
 def test_an_interrupted_step_changes_little() -> None:
     tuner = make_tuner(flat)
     tuner.observe(StepRecord(PLAIN, 4, 4, 4, 0.0, 60.0))

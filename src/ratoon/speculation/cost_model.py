@@ -194,6 +194,8 @@ class CostModelTuner:
         self._verify.observe(record.rows, record.verify_s)
         if not record.strategy.is_plain:
             self._draft.observe(record.num_live, record.draft_s / record.strategy.depth)
+        # Without a drafter at hand, a step that would guess promises nothing.
+        if record.promised:
             self._gains.observe(record)
 
     def _best(self, num_live: int) -> Strategy:
