@@ -369,7 +369,7 @@ def test_smollm2_gives_the_same_tokens_and_bits(smollm2: Path) -> None:
     for max_rows, strategies in (
         (1, [replace(TREE, use_learned=False)]),
         (3, [TREE]),
-        (6, [PLAIN, CHAIN, TREE]),
+        (6, [PLAIN, CHAIN, TREE, SHARED]),
     ):
         engine = world.engine(
             max_rows=max_rows,
