@@ -25,7 +25,7 @@ from ratoon.bench.recorded import (
     select_taps,
     train,
 )
-from ratoon.bench.responses import CHILDREN, DEPTH, Responses
+from ratoon.bench.responses import DEPTH, Responses, wide_tree
 from ratoon.drafter.model import default_taps
 from ratoon.errors import ConfigError
 from ratoon.observe.files import write_atomically
@@ -33,10 +33,8 @@ from ratoon.observe.provenance import provenance
 from ratoon.rollout.native.engine import Finished
 from ratoon.speculation.calibration import Calibration
 from ratoon.speculation.proposer import CoupledProposer
-from ratoon.speculation.strategy import Strategy
 
 NODES = 16
-TREE = Strategy(depth=DEPTH, branching=CHILDREN, beam=CHILDREN, budget=NODES, min_chance=1e-6)
 
 
 def recipes(num_layers: int, steps: int) -> dict[str, Recipe]:
@@ -138,7 +136,7 @@ def _row(
     drafter = train(own, seen, recipe).drafter
     seconds = time.process_time() - started
     responses = Responses(own, drafter, held_out, 1.0)
-    counts = responses.walk(responses.tree_step(CoupledProposer, TREE, Calibration()))
+    counts = responses.walk(responses.tree_step(CoupledProposer, wide_tree(NODES), Calibration()))
     tokens = recipe.steps * recipe.options.batch_tokens
     return {
         "tokens_per_verification": counts.mean,

@@ -259,6 +259,18 @@ class GreedyProposer:
         return Proposals(self._drafter.draft_ids[indices], chances)
 
 
+def wide_tree(budget: int, cap: int | None = None) -> Strategy:
+    """All levels and children, of which the `budget` likeliest are kept, however unlikely."""
+    return Strategy(
+        depth=DEPTH,
+        branching=CHILDREN,
+        beam=CHILDREN,
+        budget=budget,
+        cap=cap,
+        min_chance=1e-6,
+    )
+
+
 def follow(tree: Tree, following: Tensor) -> Verified:
     """What verification commits where the target says `following [B, K + 1]`."""
     num_rows, num_levels = following.shape

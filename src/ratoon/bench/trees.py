@@ -28,13 +28,12 @@ from ratoon.bench.recorded import (
     train,
 )
 from ratoon.bench.rejection import best_shape, block_reach, token_reach
-from ratoon.bench.responses import CHILDREN, DEPTH, Counts, GreedyProposer, Responses
+from ratoon.bench.responses import CHILDREN, DEPTH, Counts, GreedyProposer, Responses, wide_tree
 from ratoon.drafter.checkpoint import load_drafter, save_checkpoint
 from ratoon.errors import ConfigError
 from ratoon.observe.provenance import provenance
 from ratoon.speculation.calibration import Calibration
 from ratoon.speculation.proposer import CoupledProposer
-from ratoon.speculation.strategy import Strategy
 
 # The last one is that of training rollouts.
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -119,9 +118,7 @@ def run(
 
 def _walks(responses: Responses, calibrating: Responses, nodes: int) -> dict[str, Counts]:
     """Every scheme's walk through the responses; what must be fitted is fitted on others."""
-    strategy = Strategy(
-        depth=DEPTH, branching=CHILDREN, beam=CHILDREN, budget=nodes, min_chance=1e-6
-    )
+    strategy = wide_tree(nodes)
     found: dict[str, Counts] = {}
     for name, proposer in (("coupled tree", CoupledProposer), ("greedy tree", GreedyProposer)):
         calibration = Calibration()
@@ -141,14 +138,8 @@ def _sharing(responses: Responses, calibrating: Responses) -> list[dict[str, Any
     """Coupled trees of a few nodes per sequence: each its own, or the best of the whole batch."""
     rows = []
     for budget in SHARED_BUDGETS:
-        own = Strategy(
-            depth=min(DEPTH, budget),
-            branching=CHILDREN,
-            beam=CHILDREN,
-            budget=budget,
-            min_chance=1e-6,
-        )
-        shared = replace(own, depth=DEPTH, cap=SHARED_CAP)
+        shared = wide_tree(budget, cap=SHARED_CAP)
+        own = replace(shared, depth=min(DEPTH, budget), cap=None)
         counts = []
         for strategy in (own, shared):
             calibration = Calibration()
