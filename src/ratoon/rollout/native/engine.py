@@ -215,6 +215,7 @@ class RolloutEngine:
         started = time.perf_counter()
         tree = drafted.tree
         nodes, places = packed(tree)
+        num_drafted = len(nodes) - num_live
         hidden, features = self._forward(tree, nodes)
         verified = walk(
             tree,
@@ -233,7 +234,7 @@ class RolloutEngine:
         rows.commit(verified, known, final, states, places)
         if self._drafting is not None:
             self._drafting.committed(tree, verified, known, drafted.carried)
-        self._count(strategy, tree, final)
+        self._count(strategy, num_drafted, final)
         finished = self._finish(verified.tokens, final)
         self._report(strategy, drafted, verified, known, time.perf_counter() - started)
         return finished
@@ -314,7 +315,7 @@ class RolloutEngine:
         room = self.rows.last_positions[:num_live] - self.rows.lengths[:num_live]
         return torch.minimum(torch.minimum(counts, first_end + 1), room)
 
-    def _count(self, strategy: Strategy, tree: Tree, counts: Tensor) -> None:
+    def _count(self, strategy: Strategy, num_drafted: int, counts: Tensor) -> None:
         stats = self._stats
         num_live = len(counts)
         committed = int(counts.sum())
@@ -327,7 +328,7 @@ class RolloutEngine:
         stats.speculative_steps += 1
         stats.rows_speculated += num_live
         stats.tokens_speculated += committed
-        stats.nodes_drafted += int(tree.valid.sum()) - num_live
+        stats.nodes_drafted += num_drafted
 
     def _finish(self, tokens: Tensor, counts: Tensor) -> list[Finished]:
         rows = self.rows
