@@ -9,6 +9,7 @@ import torch
 import yaml
 from lab import Faults, Lab, equal_bits, metrics_of, parameters_of, responses_of
 
+from ratoon.bench import rl as bench_rl
 from ratoon.config import RLConfig, build_config
 from ratoon.drafter.checkpoint import load_drafter
 from ratoon.models.hf_io import load_decoder
@@ -215,3 +216,21 @@ def test_a_fixed_number_of_drafter_steps_gives_the_same_drafter_twice(lab: Lab) 
     assert metrics_of(runs[0])[2]["drafter/optimizer_steps"] == 3
     one, other = (load_drafter(run.drafter).state_dict() for run in runs)
     assert equal_bits(one, other)
+
+
+def test_arms_of_a_benchmark_do_equal_work_and_are_not_run_again(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = lab.rl_config("arms", "steps=1").model_dump(mode="json", exclude_unset=True)
+    results = lab.folder / "arms"
+    wanted = bench_rl.Comparison(values, ("plain", "tlt"), 1, results, results / "unfinished")
+    said: list[str] = []
+    record = bench_rl.run(wanted, said.append)
+    assert len(said) == 3
+    assert record["steps"] == 1
+    assert record["tokens_identical"] or record["numerics"] == ["tolerant"]
+    assert [row["arm"] for row in record["rows"]] == ["plain", "tlt"]
+    assert not list((results / "unfinished").iterdir())
+    monkeypatch.setattr(bench_rl, "run_rl", None)
+    assert bench_rl.run(wanted, said.append) == record
+    assert len(said) == 3

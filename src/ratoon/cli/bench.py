@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ratoon.cli.arms import arms
 from ratoon.cli.study import study
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved rounds with intervals.")
@@ -147,6 +148,7 @@ def est(
 
 
 app.command("pretrain")(study)
+app.command("rl")(arms)
 
 
 def _say(message: str) -> None:
