@@ -234,3 +234,17 @@ def test_arms_of_a_benchmark_do_equal_work_and_are_not_run_again(
     monkeypatch.setattr(bench_rl, "run_rl", None)
     assert bench_rl.run(wanted, said.append) == record
     assert len(said) == 3
+
+
+def test_adapters_alone_are_trained_and_saved(lab: Lab) -> None:
+    run = lab.rl(
+        "adapters", "steps=1", "lora.rank=4", "optimizer.lr=1e-2", "data.eval=null", "evaluation={}"
+    )
+    assert metrics_of(run)[1]["policy/grad_norm"] > 0
+    start, trained = (
+        dict(load_decoder(path).named_parameters()) for path in (lab.model, run.model)
+    )
+    assert len(parameters_of(run, 1)) == 2 * 7 * load_decoder(lab.model).config.num_layers
+    changed = {name for name in start if not torch.equal(start[name], trained[name])}
+    assert changed == {name for name in start if name.startswith("layers.") and "proj" in name}
+    assert (run.adapter / "adapter_model.safetensors").is_file()

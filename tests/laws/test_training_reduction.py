@@ -19,6 +19,7 @@ from ratoon.models.packing import PackedBatch
 from ratoon.training import shared_memory
 from ratoon.training.core import TrainerCore
 from ratoon.training.data_parallel import DataParallel
+from ratoon.training.lora import LoRASettings
 from ratoon.training.optimizer import OptimizerSettings
 from ratoon.training.policy_metrics import PolicyMetrics
 from ratoon.training.policy_trainer import PolicyLossSettings, PolicyTrainer
@@ -31,6 +32,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 # Plain gradient descent as far as a step can be: one huge epsilon makes AdamW linear in gradients.
 SETTINGS = OptimizerSettings(lr=1e-2, eps=1.0, max_grad_norm=1e9)
+LORA = LoRASettings(rank=2, alpha=4.0)
 
 
 def make_decoder(seed: int = 0) -> Decoder:
@@ -183,6 +185,7 @@ def _worker(rank: int, size: int, folder: str) -> None:
     core = make_core(30, workers)
     metrics = SFTTrainer(core).step([(s.prompt_ids, s.token_ids) for s in samples])
     result["sft"] = metrics, [p.detach().clone() for p in core.decoder.parameters()]
+    result["lora"] = update(make_core(30, workers, lora=LORA), samples)
     # One sample for two workers: one of them has nothing to do.
     result["idle"] = update(make_core(30, workers), samples[:1])
     shared_memory._FOLDER = Path(folder) / "absent"
@@ -202,6 +205,7 @@ def test_two_workers_do_what_one_does_and_end_with_the_same_bits(tmp_path: Path)
     for minibatches in (1, 2):
         assert_same(first[minibatches], update(make_core(30), samples, minibatches=minibatches))
     assert_same(first["apart"], update(make_core(30), samples))
+    assert_same(first["lora"], update(make_core(30, lora=LORA), samples))
     assert_same(first["idle"], update(make_core(30), samples[:1]))
     core = make_core(30)
     metrics = SFTTrainer(core).step([(s.prompt_ids, s.token_ids) for s in samples])

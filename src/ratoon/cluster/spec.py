@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ratoon.config.rl import Algorithm, Rollout
 from ratoon.config.speculation import Drafter, Speculation, Spot
-from ratoon.config.training import ModelSettings, Optimizer, Update
+from ratoon.config.training import LoRA, ModelSettings, Optimizer, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class TrainingSpec:
 
     optimizer: Optimizer
     update: Update
+    lora: LoRA | None
     algorithm: Algorithm | None
     temperature: float
     max_tokens: int

@@ -10,11 +10,13 @@ import torch
 from torch import distributed
 
 from ratoon.cluster.spec import TrainingSpec, WorkerSpec
+from ratoon.config.training import LoRA
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder
 from ratoon.training.checkpoint import load_trainer, save_trainer
 from ratoon.training.core import TrainerCore
 from ratoon.training.data_parallel import DataParallel
+from ratoon.training.lora import LoRASettings
 from ratoon.training.optimizer import OptimizerSettings
 from ratoon.training.policy_trainer import PolicyLossSettings, PolicyTrainer
 from ratoon.training.samples import Example, Sample
@@ -45,6 +47,9 @@ class TrainingUnit:
             temperature=training.temperature,
             vocab_limit=spec.vocab_limit,
             workers=DataParallel(group),
+            lora=_lora(training.lora),
+            freeze_embeddings=training.update.freeze_embeddings,
+            seed=spec.seed,
         )
         self._policy = None
         self._sft = None
@@ -79,6 +84,10 @@ class TrainingUnit:
         assert self._sft is not None
         return self._sft.evaluate(examples)
 
+    def save_adapter(self, folder: Path, base_model: Path) -> None:
+        """Write the adapters as PEFT reads them."""
+        self._core.save_adapter(folder, str(base_model))
+
     def save(self, folder: Path) -> None:
         """Write master weights, moments and counters."""
         save_trainer(folder, self._core)
@@ -87,3 +96,7 @@ class TrainingUnit:
         """Continue from what `save` wrote."""
         with torch.no_grad():
             load_trainer(folder, self._core)
+
+
+def _lora(lora: LoRA | None) -> LoRASettings | None:
+    return None if lora is None else LoRASettings(lora.rank, lora.alpha, lora.targets)

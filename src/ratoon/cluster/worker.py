@@ -253,6 +253,12 @@ class Worker:
         save_decoder(self._decoder, folder, source=self.spec.model.path)
 
     @callable_by_driver
+    def save_adapter(self, folder: Path) -> None:
+        """Write the policy's adapters as PEFT reads them."""
+        assert self._training is not None
+        self._training.save_adapter(folder, self.spec.model.path)
+
+    @callable_by_driver
     def save_drafter(self, folder: Path) -> None:
         """Write the drafter and its optimizer."""
         assert self._drafter is not None

@@ -11,7 +11,15 @@ from pydantic import Field, model_validator
 from ratoon.config.base import Items, Name, PathText, Settings, forbid_without_effect, require
 from ratoon.config.data import Reward, RewardRuntime, RLData
 from ratoon.config.speculation import Drafter, Speculation, Spot
-from ratoon.config.training import Checkpoints, ModelSettings, RLOptimizer, Update, Workers
+from ratoon.config.training import (
+    Checkpoints,
+    LoRA,
+    ModelSettings,
+    RLOptimizer,
+    Update,
+    Workers,
+    check_lora,
+)
 
 
 class Sampling(Settings):
@@ -118,6 +126,7 @@ class RLConfig(Settings):
     algorithm: Algorithm = Field(Algorithm(), description="The policy-gradient method.")
     optimizer: RLOptimizer = Field(RLOptimizer(), description="The policy's optimizer.")
     update: Update = Field(Update(), description="How the training batch is cut.")
+    lora: LoRA | None = Field(None, description="Train adapters; null = all weights.")
     rollout: Rollout = Field(Rollout(), description="The engine that generates responses.")
     speculation: Speculation = Field(Speculation(), description="Guessing ahead.")
     drafter: Drafter = Field(Drafter(), description="The learned drafter.")
@@ -146,6 +155,7 @@ class RLConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> RLConfig:
+        check_lora(self.lora, self.update)
         require(
             self.sampling.temperature > 0,
             "sampling.temperature = 0 makes all responses of a group equal "

@@ -9,7 +9,15 @@ from pydantic import Field, model_validator
 
 from ratoon.config.base import ExistingFile, Name, PathText, Settings, require
 from ratoon.config.data import ArithmeticRange, check_template
-from ratoon.config.training import Checkpoints, ModelSettings, SFTOptimizer, Update, Workers
+from ratoon.config.training import (
+    Checkpoints,
+    LoRA,
+    ModelSettings,
+    SFTOptimizer,
+    Update,
+    Workers,
+    check_lora,
+)
 
 
 class ExampleColumns(Settings):
@@ -81,6 +89,7 @@ class SFTConfig(Settings):
     )
     optimizer: SFTOptimizer = Field(SFTOptimizer(), description="The optimizer.")
     update: SFTUpdate = Field(SFTUpdate(), description="Size of a step.")
+    lora: LoRA | None = Field(None, description="Train adapters; null = all weights.")
     workers: Workers = Field(Workers(), description="Processes.")
     evaluate_every: int | None = Field(
         None,
@@ -91,6 +100,7 @@ class SFTConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> SFTConfig:
+        check_lora(self.lora, self.update)
         require(
             (self.epochs is None) != (self.steps is None),
             f"give either epochs or steps, but epochs = {self.epochs} and steps = {self.steps}",

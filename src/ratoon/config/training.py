@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ratoon.config.base import ModelDirectory, Pair, Settings, require
+from ratoon.config.base import Items, ModelDirectory, Pair, Settings, require
 
 
 class ModelSettings(Settings):
@@ -63,6 +63,43 @@ class Update(Settings):
 
     micro_batch_tokens: int = Field(
         4096, ge=64, description="Packed tokens in one forward and backward pass."
+    )
+    freeze_embeddings: bool = Field(
+        False, description="Leave the embedding and the output head as they are."
+    )
+
+
+class LoRA(Settings):
+    """Low-rank adapters instead of all weights, merged into the policy as it is trained.
+
+    They need learning rates some ten times as high.
+    """
+
+    rank: int = Field(16, ge=1, description="Rank of each adapter.")
+    alpha: float = Field(32.0, gt=0, description="Adapters count alpha / rank times.")
+    targets: Items[str] = Field(
+        ("all-linear",),
+        min_length=1,
+        description="Matrices of the layers by their names in Hugging Face's model, such as "
+        "`q_proj`; `all-linear` = all of them.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> LoRA:
+        require(
+            len(self.targets) == 1 or "all-linear" not in self.targets,
+            f"targets = {list(self.targets)}: names beside all-linear would have no effect; keep "
+            "one or the other",
+        )
+        return self
+
+
+def check_lora(lora: LoRA | None, update: Update) -> None:
+    """Raise ValueError where freezing would have no effect beside adapters."""
+    require(
+        lora is None or not update.freeze_embeddings,
+        "update.freeze_embeddings = true would have no effect because lora trains adapters of the "
+        "layers alone; remove it",
     )
 
 

@@ -25,6 +25,7 @@ from ratoon.loop.replay import Replay, replay
 from ratoon.loop.rl_step import RunContext, StepOutcome, entropy_per_token, rl_step
 from ratoon.loop.rollout import DrafterLedger
 from ratoon.loop.setup import (
+    check_adapters,
     check_context,
     check_drafter,
     load_rl_prompts,
@@ -94,6 +95,7 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
 def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
     """Everything a run works with; data and rewards are checked before a process starts."""
     check_context("rollout.max_length", config.rollout.max_length, config.model.path)
+    check_adapters(config.lora, config.model.path)
     check_drafter(config)
     tokenizer = load_tokenizer(config.model.path)
     train, held_out = load_rl_prompts(config, tokenizer)
@@ -180,10 +182,12 @@ def _is_due(step: int, every: int | None) -> bool:
 
 def _save_products(run: RunContext, folder: RunFolder) -> None:
     """The trained model, and the drafter beside it."""
-    for product in (folder.model, folder.drafter):
+    for product in (folder.model, folder.adapter, folder.drafter):
         if product.exists():
             shutil.rmtree(product)
     run.workers.call(0, "save_model", folder=folder.model)
+    if run.config.lora is not None:
+        run.workers.call(0, "save_adapter", folder=folder.adapter)
     if run.has_drafter:
         run.workers.call(0, "save_drafter", folder=folder.drafter)
 

@@ -11,7 +11,7 @@ import psutil
 from ratoon.cluster.exchange import exchange_bytes
 from ratoon.cluster.spec import DraftingSpec, TrainingSpec, WorkerSpec
 from ratoon.config.rl import RLConfig
-from ratoon.config.training import Workers
+from ratoon.config.training import LoRA, Workers
 from ratoon.data.prompts import PromptStyle, load_prompts
 from ratoon.drafter.checkpoint import read_drafter_config
 from ratoon.drafter.model import DrafterConfig
@@ -20,6 +20,7 @@ from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.records import Prompt
+from ratoon.training.lora import check_targets
 
 
 def num_workers(workers: Workers) -> int:
@@ -70,6 +71,12 @@ def check_drafter(config: RLConfig) -> None:
         raise CheckpointError(f"drafter.path = {config.drafter.path}: {error}") from None
 
 
+def check_adapters(lora: LoRA | None, model: Path) -> None:
+    """Refuse adapters of matrices that the model does not have. Raises: ConfigError."""
+    if lora is not None:
+        check_targets(read_config(model), lora.targets)
+
+
 def shared_bytes(config: RLConfig) -> int:
     """How much memory the workers will share, about."""
     if not config.speculation.uses_learned:
@@ -115,6 +122,7 @@ def rl_specs(config: RLConfig, tokenizer: Tokenizer, folder: Path) -> Sequence[W
     training = TrainingSpec(
         optimizer=config.optimizer,
         update=config.update,
+        lora=config.lora,
         algorithm=config.algorithm,
         temperature=temperature,
         max_tokens=config.sampling.max_tokens,

@@ -13,7 +13,7 @@ from ratoon.config.sft import SFTConfig
 from ratoon.data.examples import Example, load_examples
 from ratoon.data.prompts import PromptStyle
 from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
-from ratoon.loop.setup import check_context, load_tokenizer, num_workers
+from ratoon.loop.setup import check_adapters, check_context, load_tokenizer, num_workers
 from ratoon.models.compute_dtype import with_dtype
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
@@ -26,6 +26,7 @@ def run_sft(config: SFTConfig, folder: RunFolder, observer: Observer) -> None:
     """Train as configured; continues after the last checkpoint in `folder`, if there is one."""
     config = with_dtype(config)
     check_context("max_length", config.max_length, config.model.path)
+    check_adapters(config.lora, config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     train, held_out = _load(config, tokenizer)
     batches = list(make_batches(train, config))
@@ -84,6 +85,7 @@ def _specs(
     training = TrainingSpec(
         optimizer=config.optimizer,
         update=config.update,
+        lora=config.lora,
         algorithm=None,
         temperature=1.0,
         max_tokens=config.max_length,
@@ -142,9 +144,12 @@ def _train(
         if step % config.checkpoint.every == 0 and not last:
             with whole_checkpoint(folder, step, config.checkpoint.keep) as draft:
                 workers.call(0, "save_training", folder=draft / "policy")
-    if folder.model.exists():
-        shutil.rmtree(folder.model)
+    for product in (folder.model, folder.adapter):
+        if product.exists():
+            shutil.rmtree(product)
     workers.call(0, "save_model", folder=folder.model)
+    if config.lora is not None:
+        workers.call(0, "save_adapter", folder=folder.adapter)
 
 
 def _evaluate(

@@ -108,15 +108,18 @@ def stored_views(config: DecoderConfig, state: dict[str, Tensor]) -> dict[str, T
     views: dict[str, Tensor] = {}
     family = FAMILIES[config.family]
     for ours, theirs in family.tensor_names(config).items():
-        if len(theirs) == 1:
-            transposed = ours.endswith(family.transposed)
-            parts: Sequence[Tensor] = (state[ours].t() if transposed else state[ours],)
-        elif ".qkv_proj." in ours:
-            parts = state[ours].split(config.qkv_sizes)
-        else:
-            parts = state[ours].chunk(len(theirs))
+        parts = stacked_parts(config, ours, len(theirs), state[ours])
+        if ours.endswith(family.transposed):
+            parts = [part.t() for part in parts]
         views |= zip(theirs, parts, strict=True)
     return views
+
+
+def stacked_parts(config: DecoderConfig, name: str, count: int, tensor: Tensor) -> Sequence[Tensor]:
+    """Views of the `count` matrices that the parameter `name` holds on top of each other."""
+    if count == 1:
+        return (tensor,)
+    return tensor.split(config.qkv_sizes) if ".qkv_proj." in name else tensor.chunk(count)
 
 
 def _weight_files(directory: Path) -> list[Path]:

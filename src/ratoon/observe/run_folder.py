@@ -149,6 +149,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        """The trained adapters in PEFT's format, which the model holds merged."""
+        return self.path / "adapter"
+
+    @property
     def growth(self) -> Path:
         """What an adaptive schedule of pretraining has decided."""
         return self.path / "growth.json"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ratoon.models.fused import sum_dtype
 from ratoon.models.packing import micro_batches
 from ratoon.training.data_parallel import DataParallel
 from ratoon.training.logprobs import token_log_probs
+from ratoon.training.lora import LoRASettings, LoRAWeights
 from ratoon.training.master_weights import MasterWeights
 from ratoon.training.optimizer import OptimizerSettings, learning_rate
 from ratoon.training.samples import Example, TokenBatch, families, pack, trained_length
@@ -34,7 +36,11 @@ class StepStats(NamedTuple):
 
 
 class TrainerCore:
-    """A decoder under training. `decoder` holds the master weights and is updated in place."""
+    """A decoder under training. `decoder` holds the master weights and is updated in place.
+
+    With `lora` its layers' matrices are trained by adapters alone, which begin as `seed` has it.
+    With `freeze_embeddings` the embedding and the output head stay as they are.
+    """
 
     def __init__(
         self,
@@ -46,6 +52,9 @@ class TrainerCore:
         temperature: float = 1.0,
         vocab_limit: int | None = None,
         workers: DataParallel | None = None,
+        lora: LoRASettings | None = None,
+        freeze_embeddings: bool = False,
+        seed: int = 0,
     ) -> None:
         self.decoder = decoder
         self.settings = optimizer
@@ -54,14 +63,21 @@ class TrainerCore:
         self.vocab_limit = vocab_limit
         self.workers = workers or DataParallel()
         self.steps_done = 0
-        self._masters = MasterWeights(decoder, optimizer, self.workers)
+        self._masters: MasterWeights | LoRAWeights
+        if lora is None:
+            trained = dict(decoder.named_parameters())
+            if freeze_embeddings:
+                trained = {name: p for name, p in trained.items() if not _is_embedding(name)}
+            self._masters = MasterWeights(trained, optimizer, self.workers)
+        else:
+            self._masters = LoRAWeights(decoder, optimizer, lora, self.workers, seed)
         dtype, self.device = decoder.head_weight.dtype, decoder.head_weight.device
         self.compute = decoder
         if compute_dtype != dtype:
             self.compute = copy.deepcopy(decoder).to(compute_dtype)
-        for parameter, gradient in zip(
-            self.compute.parameters(), self._masters.gradients, strict=True
-        ):
+        for name, parameter in self.compute.named_parameters():
+            gradient = self._masters.gradients.get(name)
+            parameter.requires_grad_(gradient is not None)
             parameter.main_grad = gradient  # type: ignore[attr-defined]
 
     @property
@@ -125,6 +141,11 @@ class TrainerCore:
         """Forget what has been summed since the last step."""
         self._masters.discard_gradients()
 
+    def save_adapter(self, folder: Path, base_model: str) -> None:
+        """Write the adapters as PEFT reads them; only where there are some."""
+        assert isinstance(self._masters, LoRAWeights)
+        self._masters.save(folder, base_model)
+
     def state_dict(self) -> dict[str, Any]:
         """Masters, moments and step; views, not copies."""
         return {"tensors": self._masters.tensors(), "steps_done": self.steps_done}
@@ -155,6 +176,10 @@ class TrainerCore:
                 self.compute.parameters(), self.decoder.parameters(), strict=True
             ):
                 parameter.copy_(master)
+
+
+def _is_embedding(name: str) -> bool:
+    return name.startswith(("embed_", "lm_head."))
 
 
 def _shapes(tensors: Mapping[str, Mapping[str, Tensor]]) -> set[tuple[str, tuple[int, ...]]]:

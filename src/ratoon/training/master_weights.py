@@ -4,7 +4,7 @@ Workers of one machine share masters and moments: each sums the gradients of its
 workers, updates that part, and all see it. Between machines, or where no memory can be shared,
 every worker holds everything and sums gradients over the network.
 
-Shape letters: P parameters of the model.
+Shape letters: P numbers of all parameters.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ _NORM_PIECE = 1 << 20
 
 
 class MasterWeights:
-    """A decoder's parameters, moved into one tensor `[P]`, and what updates them.
+    """Named parameters, moved into one tensor `[P]`, and what updates them.
 
-    Matrices come first, then vectors, which do not decay. `gradients` are views, one for each of
-    the module's parameters in their order; sums over micro-batches go there.
+    Matrices come first, then vectors, which do not decay. `gradients` are views by name; sums over
+    micro-batches go there.
     """
 
     def __init__(
-        self, module: nn.Module, settings: OptimizerSettings, workers: DataParallel
+        self,
+        named: Mapping[str, nn.Parameter],
+        settings: OptimizerSettings,
+        workers: DataParallel,
     ) -> None:
         self._settings = settings
         self._workers = workers
-        named = dict(module.named_parameters())
         first = next(iter(named.values()))
         matrices = {name: p for name, p in named.items() if p.dim() >= 2}
-        self._shapes = {
-            name: p.shape for name, p in (matrices | named).items()
-        }  # keeps the order of `matrices`
+        order = {**matrices, **named}  # Keeps the order of `matrices`.
+        self._shapes = {name: p.shape for name, p in order.items()}
         self._num_decaying = sum(p.numel() for p in matrices.values())
         numel = sum(p.numel() for p in named.values())
         self._own = slice(0, numel)
@@ -53,11 +54,10 @@ class MasterWeights:
                 view.copy_(named[name].detach())
         workers.barrier()
         views = dict(self._named(self._masters))
-        gradient_views = dict(self._named(self._gradient))
+        self.gradients = dict(self._named(self._gradient))
         for name, parameter in named.items():
             parameter.data = views[name]
-            parameter.grad = gradient_views[name]
-        self.gradients = [gradient_views[name] for name in named]
+            parameter.grad = self.gradients[name]
 
     def _share(self, numel: int, like: Tensor) -> None:
         """Make the tensors, shared if that is possible, and settle which part is this worker's."""
