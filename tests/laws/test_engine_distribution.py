@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from naive_sampling import naive_scores
 from scipy.stats import chisquare
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.engine import RolloutEngine, positions_needed
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import decode
-from ratoon.sampling.transforms import transform
 from ratoon.speculation import verify
 from ratoon.speculation.strategy import Strategy
 from ratoon.speculation.tuner import RuleTuner
@@ -40,7 +40,18 @@ ALPHA = 1e-4
 TREE = Strategy(depth=2, branching=2, beam=2, budget=5, use_suffix=False, min_chance=1e-6)
 PARAMS = {
     "temperature 1": SamplingParams(),
-    "transformed": SamplingParams(temperature=0.8, top_k=6, top_p=0.97, min_p=0.01),
+    "transformed": SamplingParams(
+        temperature=0.8,
+        top_k=6,
+        top_p=0.97,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias=((EOS, 1.0), (4, 0.5)),
+        suppress_tokens=(5,),
+        min_new_tokens=1,
+    ),
 }
 
 
@@ -106,9 +117,10 @@ def responses(decoder: Decoder, params: SamplingParams) -> dict[tuple[int, ...],
             yield text, chance
             return
         cache = model.make_cache(1, 64)
-        logits = decode(model, cache, torch.tensor([PROMPT + text]), [0])[:, -1]
-        p = transform(logits, params, VOCAB_LIMIT).double().softmax(-1)[0]
-        for token in range(VOCAB):
+        logits = decode(model, cache, torch.tensor([PROMPT + text]), [0])[0, -1, :VOCAB_LIMIT]
+        scores = naive_scores(logits, PROMPT, text, params, (EOS,))
+        p = torch.tensor(scores, dtype=torch.float64).softmax(-1)
+        for token in range(VOCAB_LIMIT):
             if p[token] > 0:
                 yield from continued((*text, token), chance * float(p[token]))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ratoon.errors import ConfigError
 from ratoon.records import SamplingParams
-from ratoon.sampling.transforms import check_params, transform
+from ratoon.sampling.prefixes import Prefixes
+from ratoon.sampling.transforms import change_logits, check_ids, check_params, transform
 
 GRID = [
     SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -106,9 +108,145 @@ def test_a_row_has_the_same_bits_in_any_batch(params: SamplingParams) -> None:
         assert torch.equal(transform(logits[i : i + 1], params)[0], together[i])
 
 
+def some_prefixes(num_rows: int, vocab: int) -> Prefixes:
+    """Prompts of 20 ids and responses of different lengths; ids behind them are there, too."""
+    generator = torch.Generator().manual_seed(1)
+    return Prefixes(
+        tokens=torch.randint(vocab, (num_rows, 60), generator=generator),
+        lengths=20 + 7 * torch.arange(num_rows),
+        prompt_lengths=torch.full((num_rows,), 20),
+        end_ids=torch.tensor([[3, 9], [4, -1]]).repeat(num_rows, 1)[:num_rows],
+    )
+
+
+def test_changed_logits_equal_those_of_hugging_face() -> None:
+    from transformers.generation import logits_process as hf
+
+    logits, prefixes = distinct_logits(4, 300), some_prefixes(4, 300)
+    params = SamplingParams(
+        temperature=0.7,
+        top_k=50,
+        top_p=0.9,
+        repetition_penalty=1.3,
+        logit_bias=((7, 2.5), (11, -4.0)),
+        suppress_tokens=(5, 200),
+        min_new_tokens=8,
+        logits_processor=hf.NoRepeatNGramLogitsProcessor(2),
+    )
+    scores = transform(logits, params, prefixes=prefixes)
+    for row, length in enumerate(prefixes.lengths.tolist()):
+        ids, expected = prefixes.tokens[row : row + 1, :length], logits[row : row + 1]
+        ends = [token for token in prefixes.end_ids[row].tolist() if token >= 0]
+        for processor in (
+            hf.SequenceBiasLogitsProcessor([[[7], 2.5], [[11], -4.0]]),
+            hf.RepetitionPenaltyLogitsProcessor(1.3),
+            hf.MinNewTokensLengthLogitsProcessor(20, 8, ends),
+            hf.SuppressTokensLogitsProcessor([5, 200]),
+            hf.NoRepeatNGramLogitsProcessor(2),
+            hf.TemperatureLogitsWarper(0.7),
+            hf.TopKLogitsWarper(50),
+            hf.TopPLogitsWarper(0.9),
+        ):
+            expected = processor(ids, expected)
+        assert torch.equal(scores[row], expected[0])
+
+
+def test_presence_and_frequency_count_the_response_and_not_the_prompt() -> None:
+    prefixes = Prefixes(
+        tokens=torch.tensor([[0, 0, 1, 1, 2, 3]]),
+        lengths=torch.tensor([5]),
+        prompt_lengths=torch.tensor([2]),
+        end_ids=torch.empty(1, 0, dtype=torch.int64),
+    )
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    changed = change_logits(torch.zeros(1, 4), params, prefixes=prefixes)
+    assert changed.tolist() == [[0.0, -1.0, -0.75, 0.0]]
+
+
+def test_a_logits_processor_sees_one_prefix_at_a_time_and_its_changed_logits() -> None:
+    seen = []
+
+    def force(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append((ids.tolist(), float(scores[0, 2])))
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, ids.shape[1] % 2] = 1.0
+        forced[0, -1] = 5.0
+        return forced
+
+    prefixes = some_prefixes(3, 6)
+    params = SamplingParams(logits_processor=force, logit_bias=((2, 3.0),))
+    changed = change_logits(torch.zeros(3, 6), params, vocab_limit=5, prefixes=prefixes)
+    rows = zip(prefixes.tokens.tolist(), (20, 27, 34), strict=True)
+    assert seen == [([ids[:length]], 3.0) for ids, length in rows]
+    # What it does to ids beyond the limit has no effect.
+    assert changed.isfinite().nonzero().tolist() == [[0, 0], [1, 1], [2, 0]]
+
+
+def test_a_logits_processor_must_return_what_it_was_given() -> None:
+    params = SamplingParams(logits_processor=lambda ids, scores: scores[0])
+    with pytest.raises(ConfigError, match=r"returned \(6,\); it must .* \(1, 6\)"):
+        change_logits(torch.zeros(1, 6), params, prefixes=some_prefixes(1, 6))
+    params = SamplingParams(logits_processor=lambda ids, scores: None)
+    with pytest.raises(ConfigError, match="returned NoneType"):
+        change_logits(torch.zeros(1, 6), params, prefixes=some_prefixes(1, 6))
+
+
+def test_penalties_without_the_tokens_before_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokens before"):
+        transform(torch.zeros(1, 6), SamplingParams(presence_penalty=1.0))
+
+
+PENALTIES = SamplingParams(
+    temperature=0.8, repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=0.7
+)
+
+
+@pytest.mark.parametrize("params", [PENALTIES, replace(PENALTIES, top_p=0.9, min_new_tokens=9)])
+def test_a_row_with_a_prefix_has_the_same_bits_in_any_batch(params: SamplingParams) -> None:
+    logits, prefixes = distinct_logits(9, 1_003).bfloat16(), some_prefixes(9, 1_003)
+    prefixes.lengths.clamp_max_(60)
+    together = transform(logits, params, prefixes=prefixes)
+    for row in range(len(logits)):
+        alone = prefixes.at(torch.tensor([row]))
+        assert torch.equal(
+            transform(logits[row : row + 1], params, prefixes=alone)[0], together[row]
+        )
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=3), SamplingParams(top_p=0.6)])
+def test_ties_at_the_border_are_settled_alike_in_a_batch_of_1_and_of_16(
+    params: SamplingParams,
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randint(4, (16, 500), generator=generator).bfloat16() / 2
+    together = transform(logits, params)
+    for row in range(16):
+        assert torch.equal(transform(logits[row : row + 1], params)[0], together[row])
+        border = logits[row][together[row].isfinite()].min()
+        assert bool((logits[row] >= border).eq(together[row].isfinite()).all())
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(suppress_tokens=(90,)), "suppress_tokens names id 90; .* 0 to 89"),
+        (SamplingParams(logit_bias=((-1, 2.0),)), "logit_bias names id -1"),
+        (SamplingParams(logit_bias=((4, 2.0), (4, 1.0))), "twice"),
+        (SamplingParams(logit_bias=((4, float("inf")),)), "id 4 is inf; .* suppress_tokens"),
+    ],
+)
+def test_ids_that_a_model_does_not_draw_are_refused(params: SamplingParams, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_ids(params, 90)
+
+
 @pytest.mark.parametrize(
     ("params", "name"),
     [
+        (SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
+        (SamplingParams(presence_penalty=float("nan")), "presence_penalty"),
+        (SamplingParams(frequency_penalty=float("inf")), "frequency_penalty"),
+        (SamplingParams(min_new_tokens=-1), "min_new_tokens"),
         (SamplingParams(temperature=-0.1), "temperature"),
         (SamplingParams(temperature=float("nan")), "temperature"),
         (SamplingParams(temperature=float("inf")), "temperature"),

@@ -27,7 +27,15 @@ from ratoon.errors import NumericsError
 from ratoon.records import SamplingParams
 from ratoon.sampling import keyed_noise
 from ratoon.sampling.keyed_noise import COLUMN_BITS, COLUMNS, HIGH_BITS, NoiseTables
-from ratoon.sampling.transforms import check_params, is_temperature_only, scale_, transform
+from ratoon.sampling.prefixes import Prefixes
+from ratoon.sampling.transforms import (
+    change_logits,
+    changes_logits,
+    check_params,
+    is_temperature_only,
+    scale_,
+    transform,
+)
 
 # Bytes that the screen touches per id, and how many of them stay within a core's L2 cache.
 _BYTES_PER_ID = 14
@@ -98,29 +106,37 @@ class Selector:
 
     @torch.no_grad()
     def select(
-        self, logits: Tensor, row_keys: Tensor, params: SamplingParams
+        self,
+        logits: Tensor,
+        row_keys: Tensor,
+        params: SamplingParams,
+        prefixes: Prefixes | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The token of each row and its natural log-probability under p.
 
-        At temperature 0 the token is the largest logit's (lowest id on ties), and its
-        log-probability is 0: p is then a point mass.
+        At temperature 0 the token is the largest logit's (lowest id on ties), after what changes
+        logits, and its log-probability is 0: p is then a point mass.
         With temperature alone, on a CPU, the log-probability has the bits of
         `torch.log_softmax(logits[:, :vocab_limit].float() / temperature, -1)`.
 
         Shapes: logits [B, V] bfloat16, float16, float32 or float64; row_keys [B, 2] int64 from
-        `keyed_noise.row_keys`; returns ids [B] int64 and log-probabilities [B] float32.
-        Raises: NumericsError if a row holds NaN or plus infinity or excludes all tokens.
+        `keyed_noise.row_keys`; `prefixes` of B rows, read only where `reads_prefixes` says so;
+        returns ids [B] int64 and log-probabilities [B] float32.
+        Raises: NumericsError if a row holds NaN or plus infinity or excludes all tokens; and as
+        `transform` does.
         Cost: 17 passes of 32 bits over [B, V] in cache; one host-device sync, a second one where
-        the first final does not settle a row; `transform` on top for top-k, top-p and min-p.
+        the first final does not settle a row; `transform` on top for all but temperature.
         """
         check_params(params)
         if params.temperature == 0.0:
+            if changes_logits(params):
+                logits = change_logits(logits, params, self.vocab_limit, prefixes)
             values, ids = logits[:, : self.vocab_limit].max(dim=-1)
             _check_finite(values)
             return ids, torch.zeros(ids.shape, device=ids.device)
         temperature = params.temperature
         if not is_temperature_only(params):
-            logits, temperature = transform(logits, params, self.vocab_limit), 1.0
+            logits, temperature = transform(logits, params, self.vocab_limit, prefixes), 1.0
         tables = keyed_noise.noise_tables(row_keys, self._scores.shape[1])
         screened = self._screen(logits, temperature, tables)
         ids = self._settle(logits, temperature, tables, screened.group_bound)

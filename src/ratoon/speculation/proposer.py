@@ -32,12 +32,16 @@ class StepNoise:
 
     `sequence_keys [B, 2]` are the responses' 128-bit keys; `t0 [B]` is the index, in the unpadded
     sequence, of the token that the root's children propose. The verifier draws from the same noise.
+    `bias [V]` is what the target adds to each id's logit before temperature, if anything.
     """
 
-    def __init__(self, sequence_keys: Tensor, t0: Tensor, temperature: float) -> None:
+    def __init__(
+        self, sequence_keys: Tensor, t0: Tensor, temperature: float, bias: Tensor | None = None
+    ) -> None:
         self.sequence_keys = sequence_keys
         self.t0 = t0
         self.temperature = temperature
+        self._bias = bias
         self._tables: NoiseTables | None = None
         self._largest_id = 0
 
@@ -59,6 +63,13 @@ class StepNoise:
         row_keys = keyed_noise.row_keys(keys, positions.flatten())
         self._tables = keyed_noise.noise_tables(row_keys, vocab_size)
         self._largest_id = vocab_size - 1
+
+    def bias_of(self, ids: Tensor) -> Tensor | None:
+        """What the target adds to the logits of `ids`; None if that is nothing.
+
+        Ids outside the vocabulary get some other id's.
+        """
+        return None if self._bias is None else self._bias[ids.clamp(0, len(self._bias) - 1)]
 
     def exponential(self, depth: int, ids: Tensor) -> Tensor | None:
         """Exponentials E of tokens `ids` (`[M]` or `[B, M]`) at position t0 + depth.
@@ -152,6 +163,9 @@ class CoupledProposer:
 
     def _couple(self, logits: Tensor, noise: StepNoise, depth: int, num_children: int) -> Proposals:
         draft_ids = self._drafter.draft_ids
+        bias = noise.bias_of(draft_ids)
+        if bias is not None:
+            logits = logits + bias
         exponentials = noise.exponential(depth, draft_ids)
         indices, chances = coupled.propose(logits, exponentials, noise.temperature, num_children)
         return Proposals(draft_ids[indices], chances)
@@ -174,6 +188,10 @@ class RetrievedProposer:
         return self._weigh(*self._drafter.advance(parents, tokens, num_children), noise, depth)
 
     def _weigh(self, tokens: Tensor, priors: Tensor, noise: StepNoise, depth: int) -> Proposals:
+        bias = noise.bias_of(tokens)
+        if bias is not None:
+            # A bias upwards leaves a prior as it is: it must stay a probability.
+            priors = priors * bias.exp().clamp_max(1)
         exponentials = noise.exponential(depth, tokens.flatten(1))
         if exponentials is not None:
             exponentials = exponentials.view_as(tokens)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ratoon.records import SamplingParams
 from ratoon.sampling import keyed_noise
+from ratoon.sampling.prefixes import Prefixes
 from ratoon.sampling.select import Selector
 from ratoon.speculation.tree import Tree
 
@@ -40,6 +41,7 @@ def walk(
     t0: Tensor,
     selector: Selector,
     params: SamplingParams,
+    prefixes: Prefixes | None = None,
 ) -> Verified:
     """Commit what plain keyed decoding would select, as far as the tree foresaw it.
 
@@ -49,7 +51,8 @@ def walk(
 
     Shapes: `logits [R, V]` of the target at every node, `places [B, N]` of the nodes among them
     (see `tree.packed`); `sequence_keys [B, 2]`; `t0 [B]`: index in the unpadded sequence of the
-    first token to commit.
+    first token to commit; `prefixes` of B rows, for transforms that look at the tokens before a
+    draw, which the walk lengthens in place by what it selects.
     Cost: one selection over the rows still walking and one host-device sync per level.
     Raises: NumericsError where the logits of a visited node are NaN or exclude every token.
     """
@@ -67,7 +70,8 @@ def walk(
     level = 0
     while rows.numel() > 0:
         row_keys = keyed_noise.row_keys(sequence_keys[rows], t0[rows] + level)
-        ids, ids_logprobs = selector.select(logits[places[rows, nodes]], row_keys, params)
+        before = None if prefixes is None else prefixes.at(rows)
+        ids, ids_logprobs = selector.select(logits[places[rows, nodes]], row_keys, params, before)
         path[rows, level] = nodes
         tokens[rows, level] = ids
         logprobs[rows, level] = ids_logprobs
@@ -78,4 +82,6 @@ def walk(
         is_next &= tree.valid[rows] & (node_index > nodes[:, None])
         walking = is_next.any(dim=1).nonzero().squeeze(1)
         rows, nodes = rows[walking], is_next[walking].to(torch.uint8).argmax(dim=1)
+        if prefixes is not None:
+            prefixes.append(rows, ids[walking])
     return Verified(path[:, :level], tokens[:, :level], logprobs[:, :level], counts)

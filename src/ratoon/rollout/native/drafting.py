@@ -13,8 +13,9 @@ from torch import Tensor
 from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
-from ratoon.records import Request
+from ratoon.records import Request, SamplingParams
 from ratoon.rollout.native.rows import Rows
+from ratoon.sampling.transforms import token_bias
 from ratoon.speculation.build import build_tree
 from ratoon.speculation.calibration import Calibration
 from ratoon.speculation.proposer import (
@@ -94,7 +95,7 @@ class Drafting:
         strategy: Strategy,
         roots: Tensor,
         rows: Rows,
-        temperature: float,
+        params: SamplingParams,
         promise_budget: int = 0,
     ) -> Tree:
         """One tree per live row, below its last known token (`roots [B]`); see `build_tree`."""
@@ -102,7 +103,9 @@ class Drafting:
         if strategy.use_learned and Source.LEARNED in self._proposers:
             self._observe(rows, num_live)
         lengths = rows.lengths[:num_live] + rows.carried[:num_live]
-        noise = StepNoise(rows.sequence_keys[:num_live], lengths + 1, temperature)
+        bias = token_bias(params, self._vocab_limit, torch.float32, roots.device)
+        keys = rows.sequence_keys[:num_live]
+        noise = StepNoise(keys, lengths + 1, params.temperature, bias)
         return build_tree(
             self._proposers,
             roots,

@@ -20,11 +20,15 @@ from ratoon.models.kv_cache import attention_width
 from ratoon.records import Completion, Request, SamplingParams
 from ratoon.rollout.native.carry import main_path_first, num_final, with_chain
 from ratoon.rollout.native.drafting import Drafting
+from ratoon.rollout.native.ends import End, Ends
 from ratoon.rollout.native.forward import InferenceModel, attention_mask
 from ratoon.rollout.native.prompts import PromptQueue
 from ratoon.rollout.native.rows import Rows
 from ratoon.sampling.keyed_noise import sequence_key
+from ratoon.sampling.prefixes import Prefixes
 from ratoon.sampling.select import Selector
+from ratoon.sampling.stop_strings import Decode
+from ratoon.sampling.transforms import check_ids, check_params, reads_prefixes
 from ratoon.speculation.strategy import Strategy
 from ratoon.speculation.tree import Tree, ancestor_mask, packed, root_only, visited_nodes
 from ratoon.speculation.tuner import StepRecord, Tuner, never
@@ -72,7 +76,8 @@ class RolloutEngine:
 
     `tuner` chooses the strategy of each decode step; None decodes plainly. Any tuner, and any
     drafter, gives the same tokens. `confirm` keeps the bits of plain decoding too, where the
-    kernels allow it (see `carry`); without it, rounding may flip a near-tie.
+    kernels allow it (see `carry`); without it, rounding may flip a near-tie. `decode` turns ids
+    into text, for requests with stop strings.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class RolloutEngine:
         collect: bool = False,
         confirm: bool = True,
         prefill_chunk: int = 128,
+        decode: Decode | None = None,
     ) -> None:
         config = model.config
         if max_length > config.max_positions:
@@ -118,7 +124,7 @@ class RolloutEngine:
         self._queue = PromptQueue(model, self.rows, prefill_chunk)
         device = cache.data.device
         self._selector = Selector(config.vocab_size, vocab_limit, device)
-        self._eos = torch.empty(max_rows, 0, dtype=torch.int64, device=device)
+        self._ends = Ends(max_rows, decode, device)
 
     @property
     def has_work(self) -> bool:
@@ -136,7 +142,10 @@ class RolloutEngine:
         return len(self._queue)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `ConfigError` when it cannot fit."""
+        """Queue a request.
+
+        Raises: ConfigError when it does not fit, or its sampling parameters make no sense.
+        """
         total = len(request.prompt_ids) + request.max_tokens
         if not request.prompt_ids or request.max_tokens < 1 or total > self._max_length:
             raise ConfigError(
@@ -144,13 +153,20 @@ class RolloutEngine:
                 f"{request.max_tokens} does not fit rollout.max_length {self._max_length}; prompts "
                 "need at least one token, responses at least one, and both together must fit"
             )
-        if self.has_work and request.params != self._params:
+        self._ends.check(request)
+        if request.params != self._params:
+            self._use_params(request.params)
+        self._queue.push(request)
+
+    def _use_params(self, params: SamplingParams) -> None:
+        if self.has_work:
             raise ConfigError(
-                f"a request with {request.params} while others with {self._params} are live; one "
+                f"a request with {params} while others with {self._params} are live; one "
                 "engine decodes one set of sampling parameters at a time"
             )
-        self._params = request.params
-        self._queue.push(request)
+        check_params(params)
+        check_ids(params, self._selector.vocab_limit)
+        self._params = params
 
     def use_model(self, model: InferenceModel, version: int) -> None:
         """Serve other weights. Raises `RuntimeError` while requests are live or waiting."""
@@ -192,20 +208,14 @@ class RolloutEngine:
         rows.tokens[slot, :length] = torch.tensor(request.prompt_ids, device=device)
         rows.lengths[slot] = length - 1
         rows.carried[slot] = 0
+        rows.prompt_lengths[slot] = length
         rows.last_positions[slot] = length + request.max_tokens - 1
         rows.sequence_keys[slot] = torch.tensor(sequence_key(request.key), device=device)
-        self._set_eos(slot, request.eos_ids)
+        self._ends.begin(slot, request)
         self._requests.append(request)
         rows.num_live += 1
         if self._drafting is not None:
             self._drafting.begin(slot, request)
-
-    def _set_eos(self, slot: int, eos_ids: tuple[int, ...]) -> None:
-        missing = len(eos_ids) - self._eos.shape[1]
-        if missing > 0:
-            self._eos = torch.nn.functional.pad(self._eos, (0, missing), value=-1)
-        self._eos[slot] = -1
-        self._eos[slot, : len(eos_ids)] = torch.tensor(eos_ids, device=self._eos.device)
 
     def _decode(self) -> list[Finished]:
         rows = self.rows
@@ -225,8 +235,9 @@ class RolloutEngine:
             rows.lengths[:num_live] + 1,
             self._selector,
             self._params,
+            self._prefixes(tree),
         )
-        known = self._clip(verified.tokens, verified.counts)
+        known = self._ends.clip(rows, verified.tokens, verified.counts)
         final = num_final(verified.path, known) if self._confirm else known
         states = features.new_empty(len(nodes), 0)
         if rows.hidden.shape[-1]:
@@ -281,7 +292,7 @@ class RolloutEngine:
             tree = root_only(roots)
         else:
             tree = self._drafting.draft(
-                strategy, roots, rows, self._params.temperature, self._tuner.promise_budget
+                strategy, roots, rows, self._params, self._tuner.promise_budget
             )
             promised = tree.promised
             if self._confirm:
@@ -306,14 +317,19 @@ class RolloutEngine:
             present=nodes if len(nodes) < tree.tokens.numel() else None,
         )
 
-    def _clip(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """How many tokens to keep: none behind an end of sequence or the row's last position."""
-        num_live, depth = tokens.shape
-        ends = (tokens[:, :, None] == self._eos[:num_live, None]).any(-1)
-        levels = torch.arange(depth, device=tokens.device)
-        first_end = torch.where(ends, levels, depth).amin(1)
-        room = self.rows.last_positions[:num_live] - self.rows.lengths[:num_live]
-        return torch.minimum(torch.minimum(counts, first_end + 1), room)
+    def _prefixes(self, tree: Tree) -> Prefixes | None:
+        """The final tokens of each row with room for what the walk selects, if it asks for them."""
+        if not reads_prefixes(self._params):
+            return None
+        rows = self.rows
+        num_live, num_nodes = tree.tokens.shape
+        lengths = rows.lengths[:num_live] + 1
+        return Prefixes(
+            tokens=rows.tokens[:num_live, : int(lengths.max()) + num_nodes].clone(),
+            lengths=lengths,
+            prompt_lengths=rows.prompt_lengths[:num_live],
+            end_ids=self._ends.ids[:num_live],
+        )
 
     def _count(self, strategy: Strategy, num_drafted: int, counts: Tensor) -> None:
         stats = self._stats
@@ -331,23 +347,13 @@ class RolloutEngine:
         stats.nodes_drafted += num_drafted
 
     def _finish(self, tokens: Tensor, counts: Tensor) -> list[Finished]:
-        rows = self.rows
-        num_live = len(counts)
-        last = tokens.gather(1, counts[:, None] - 1)
-        stopped = (last == self._eos[:num_live]).any(1)
-        full = rows.lengths[:num_live] >= rows.last_positions[:num_live]
-        done = (stopped | full).tolist()
-        finished = [
-            self._completion(slot, "stop" if stopped[slot] else "length")
-            for slot in range(num_live)
-            if done[slot]
-        ]
-        for slot in reversed(range(num_live)):
-            if done[slot]:
-                self._release(slot)
+        over = self._ends.reached(self.rows, tokens, counts)
+        finished = [self._completion(slot, over[slot]) for slot in sorted(over)]
+        for slot in sorted(over, reverse=True):
+            self._release(slot)
         return finished
 
-    def _completion(self, slot: int, finish: str) -> Finished:
+    def _completion(self, slot: int, reason: End) -> Finished:
         rows = self.rows
         request = self._requests[slot]
         start, end = len(request.prompt_ids), int(rows.lengths[slot]) + 1
@@ -356,8 +362,9 @@ class RolloutEngine:
             prompt_ids=request.prompt_ids,
             token_ids=tuple(rows.tokens[slot, start:end].tolist()),
             logprobs=tuple(rows.logprobs[slot, start:end].tolist()),
-            finish="stop" if finish == "stop" else "length",
+            finish=reason.finish,
             policy_version=self.policy_version,
+            stop_string=reason.stop_string,
         )
         if not self.collect:
             return Finished(completion, None, None)
@@ -373,9 +380,9 @@ class RolloutEngine:
         last = rows.num_live
         if self._drafting is not None:
             self._drafting.release(slot, last)
+        self._ends.release(slot, last)
         if slot != last:
             rows.move(last, slot)
-            self._eos[slot] = self._eos[last]
             self._requests[slot] = self._requests[last]
         self._requests.pop()
 

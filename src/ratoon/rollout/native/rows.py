@@ -40,6 +40,7 @@ class Rows:
         self.logprobs = torch.zeros(num_slots, size, device=device)
         self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.carried = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.prompt_lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.last_positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.sequence_keys = torch.zeros(num_slots, 2, dtype=torch.int64, device=device)
         self.features = torch.empty(num_slots, size, feature_width, dtype=dtype, device=device)
@@ -98,6 +99,7 @@ class Rows:
             self.logprobs,
             self.lengths,
             self.carried,
+            self.prompt_lengths,
             self.last_positions,
             self.sequence_keys,
         ):
