@@ -248,3 +248,25 @@ def test_adapters_alone_are_trained_and_saved(lab: Lab) -> None:
     changed = {name for name in start if not torch.equal(start[name], trained[name])}
     assert changed == {name for name in start if name.startswith("layers.") and "proj" in name}
     assert (run.adapter / "adapter_model.safetensors").is_file()
+
+
+def test_stop_strings_cut_the_text_and_an_evaluation_may_sample_otherwise(
+    lab: Lab, plain: RunFolder, exact: bool
+) -> None:
+    run = lab.rl(
+        "stops",
+        *("steps=1", "workers.count=1", 'sampling.stop_strings=["\\nAns"]'),
+        "evaluation.sampling={temperature: 0, repetition_penalty: 1.1, suppress_tokens: [9, 23]}",
+    )
+    cut = 0
+    for found, whole in zip(responses_of(run, 1), responses_of(plain, 1), strict=True):
+        assert "\nAns" not in found["response"]
+        if exact:
+            assert found["response"] == whole["response"].partition("\nAns")[0]
+            assert found["token_ids"] == whole["token_ids"][: len(found["token_ids"])]
+            assert found["logprobs"] == whole["logprobs"][: len(found["logprobs"])]
+            cut += len(found["token_ids"]) < len(whole["token_ids"])
+    assert cut > 3 or not exact
+    for found in responses_of(run, 1, "eval"):
+        assert set(found["logprobs"]) == {0.0}
+        assert not {9, 23} & set(found["token_ids"])

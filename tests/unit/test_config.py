@@ -55,6 +55,15 @@ def test_a_resolved_configuration_loads_to_the_same_value(tmp_path: Path) -> Non
     apply_overrides(RLConfig, values := rl_values(tmp_path), ["speculation.enabled=false"])
     config = build_config(RLConfig, values)
     assert build_config(RLConfig, yaml.safe_load(resolved_yaml(config))) == config
+    overrides = [
+        "sampling.stop_strings=['\\n\\n', '</answer>']",
+        "evaluation.sampling.logit_bias={5: -1, 7: 2.5}",
+        "evaluation.sampling.suppress_tokens=[3]",
+    ]
+    apply_overrides(RLConfig, values := rl_values(tmp_path), overrides)
+    config = build_config(RLConfig, values)
+    assert config.evaluation.sampling.logit_bias == {5: -1, 7: 2.5}
+    assert build_config(RLConfig, yaml.safe_load(resolved_yaml(config))) == config
 
 
 def test_overrides_are_yaml_and_reach_sections_and_list_items(tmp_path: Path) -> None:
@@ -87,6 +96,14 @@ def test_switching_a_feature_off_drops_what_the_file_says_about_it(tmp_path: Pat
         ("sampling.max_tokens=0", ["sampling.max_tokens", "0", "greater than or equal to 1"]),
         ("sampling.temperature=0", ["sampling.temperature", "group_size = 8", "> 0"]),
         ("sampling.top_p=0.9", ["top_p", "policy itself"]),
+        ("sampling.min_new_tokens=4", ["min_new_tokens", "policy itself", "evaluation.sampling"]),
+        ("sampling.stop_strings=['']", ["sampling.stop_strings.0", "at least 1"]),
+        ("sampling.keep_stop_string=true", ["keep_stop_string", "no effect"]),
+        ("evaluation.sampling={temperature: 0, top_p: 0.9}", ["top_p", "no effect"]),
+        ("evaluation={samples: 2, sampling: {temperature: 0}}", ["samples = 2", "set it to 1"]),
+        ("evaluation.sampling.min_new_tokens=300", ["min_new_tokens = 300", "max_tokens = 256"]),
+        ("evaluation.sampling.logit_bias={a: 1}", ["evaluation.sampling.logit_bias", "integer"]),
+        ("evaluation.sampling.top_p=0", ["evaluation.sampling.top_p", "greater than 0"]),
         ("sampling.max_tokens=5000", ["sampling.max_tokens", "rollout.max_length = 1100"]),
         ("algorithm.name=ppo", ["algorithm.name", "'ppo'", "'grpo' or 'dr_grpo'"]),
         ("algorithm.group_size=1", ["algorithm.group_size", "2"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.models.tokenizer import Tokenizer
 from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.engine import RolloutEngine, positions_needed
 from ratoon.rollout.native.forward import InferenceModel
@@ -41,6 +43,7 @@ class RolloutUnit:
     def __init__(self, spec: WorkerSpec, decoder: Decoder) -> None:
         assert spec.rollout is not None
         self._dtype = DTYPES[spec.model.dtype]
+        self._path = spec.model.path
         self._drafting_spec = spec.drafting
         rows, length = spec.rollout.max_batch, spec.rollout.max_length
         self.drafting = None
@@ -63,9 +66,15 @@ class RolloutUnit:
             drafting=self.drafting,
             confirm=self.numerics == "invariant",
             prefill_chunk=spec.rollout.prefill_chunk,
+            decode=lambda ids: self._tokenizer.decode(ids),
         )
         self._tuner = self._make_tuner()
         self._recorded: _Recorded | None = None
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """Read where a response with stop strings asks for its text."""
+        return Tokenizer.load(self._path)
 
     def serve(self, decoder: Decoder, version: int) -> None:
         """Decode with the decoder's weights from here on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,18 +29,36 @@ class Sampling(Settings):
         1.0, ge=0, le=10, description="Divides the logits; 0 = most likely token."
     )
     max_tokens: int = Field(256, ge=1, description="Longest response. Tokens.")
+    stop_strings: Items[Annotated[str, Field(min_length=1)]] = Field(
+        (),
+        description="Texts that end a response, with the token that completes one. They hold in "
+        "evaluation, too.",
+    )
+    keep_stop_string: bool = Field(
+        False, description="Whether rewards and stored text see the text that ended a response."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _policy_only(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            cut = sorted({"top_k", "top_p", "min_p", "repetition_penalty"} & set(values))
+            cut = sorted(set(EvaluationSampling.model_fields) & set(values) - {"temperature"})
             require(
                 not cut,
                 f"{', '.join(cut)} cannot be used: training must draw from the policy itself, "
-                "and a cut distribution is another one; remove it",
+                "and a changed distribution is another one; remove it, or set it in "
+                "evaluation.sampling",
             )
         return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Sampling:
+        require(
+            bool(self.stop_strings) or not self.keep_stop_string,
+            "sampling.keep_stop_string = true would have no effect because sampling.stop_strings "
+            "is empty; remove it",
+        )
+        return self
 
 
 class Algorithm(Settings):
@@ -97,6 +115,50 @@ class Rollout(Settings):
     )
 
 
+class EvaluationSampling(Settings):
+    """How held-out responses are drawn, where not as the training ones."""
+
+    temperature: float | None = Field(
+        None, ge=0, le=10, description="Divides the logits; 0 = greedy; null = as in training."
+    )
+    top_k: int = Field(0, ge=0, description="Only the so many most likely tokens; 0 = all.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Only the most likely tokens of this mass; 1 = all."
+    )
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Only tokens at least so likely beside the likeliest; 0 = all."
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        description="Divides positive and multiplies negative logits of tokens in prompt and "
+        "response; 1 = none.",
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Subtracted from the logits of tokens in the response."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="The same, once for each time they stand there."
+    )
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] = Field(
+        {}, description="Added to the logits of token ids."
+    )
+    suppress_tokens: Items[int] = Field((), description="Token ids that are never drawn.")
+    min_new_tokens: int = Field(
+        0, ge=0, description="So many first tokens of a response cannot end it. Tokens."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluationSampling:
+        if self.temperature == 0:
+            idle = sorted({"top_k", "top_p", "min_p"} & set(self.changed_keys()))
+            require(
+                not idle,
+                f"{', '.join(idle)} would have no effect because temperature is 0; remove it",
+            )
+        return self
+
+
 class Evaluation(Settings):
     """Held-out evaluation before, during and after, always with the same noise."""
 
@@ -105,6 +167,18 @@ class Evaluation(Settings):
     )
     prompts: int = Field(64, ge=1, description="Held-out prompts, from the first on.")
     samples: int = Field(1, ge=1, description="Responses to each.")
+    sampling: EvaluationSampling = Field(
+        EvaluationSampling(), description="How they are drawn, where not as in training."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Evaluation:
+        require(
+            self.sampling.temperature != 0 or self.samples == 1,
+            f"evaluation.samples = {self.samples} would draw the same response again because "
+            "evaluation.sampling.temperature is 0; set it to 1",
+        )
+        return self
 
 
 class RLConfig(Settings):
@@ -165,6 +239,11 @@ class RLConfig(Settings):
             self.sampling.max_tokens < self.rollout.max_length,
             f"sampling.max_tokens = {self.sampling.max_tokens} must be smaller than "
             f"rollout.max_length = {self.rollout.max_length}, which also holds the prompt",
+        )
+        require(
+            self.evaluation.sampling.min_new_tokens <= self.sampling.max_tokens,
+            f"evaluation.sampling.min_new_tokens = {self.evaluation.sampling.min_new_tokens} must "
+            f"be <= sampling.max_tokens = {self.sampling.max_tokens}",
         )
         require(
             self.rollout.max_length <= self.update.micro_batch_tokens,

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ratoon.config.rl import RLConfig
 from ratoon.loop.order import make_groups
 from ratoon.loop.rl_step import RunContext
 from ratoon.loop.rollout import Rollout, RolloutResult
@@ -14,7 +15,7 @@ from ratoon.loop.scoring import Scorer
 from ratoon.observe.completions import completions_path
 from ratoon.observe.files import read_lines
 from ratoon.observe.run_folder import RunFolder
-from ratoon.records import Stream
+from ratoon.records import SamplingParams, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,15 @@ def _means(scores: Sequence[float], samples: int) -> tuple[float, ...]:
     )
 
 
+def evaluation_params(config: RLConfig) -> SamplingParams:
+    """How held-out responses are drawn."""
+    settings = config.evaluation.sampling.model_dump()
+    if settings["temperature"] is None:
+        settings["temperature"] = config.sampling.temperature
+    settings["logit_bias"] = tuple(settings["logit_bias"].items())
+    return SamplingParams(**settings)
+
+
 def evaluate(run: RunContext, step: int) -> EvalResult:
     """Draw and score responses to the held-out prompts with the policy as it is served."""
     config, observer, clock = run.config, run.observer, run.observer.clock
@@ -65,9 +75,12 @@ def evaluate(run: RunContext, step: int) -> EvalResult:
         group_size=samples,
         max_tokens=config.sampling.max_tokens,
         eos_ids=run.tokenizer.eos_ids,
-        temperature=config.sampling.temperature,
+        params=evaluation_params(config),
+        stop_strings=config.sampling.stop_strings,
     )
-    scorer = Scorer(run.pool, run.tokenizer, run.held_out)
+    scorer = Scorer(
+        run.pool, run.tokenizer, run.held_out, keep_stop_string=config.sampling.keep_stop_string
+    )
     rollout = Rollout(
         run.workers,
         observer,

@@ -31,14 +31,14 @@ def make_groups(
     group_size: int,
     max_tokens: int,
     eos_ids: tuple[int, ...],
-    temperature: float,
+    params: SamplingParams,
+    stop_strings: tuple[str, ...],
 ) -> list[Group]:
     """The requests of each prompt's group.
 
     A prompt that is drawn twice in one step (a data set smaller than a step) gets other samples the
     second time.
     """
-    params = SamplingParams(temperature=temperature)
     seen: dict[int, int] = {}
     groups = []
     for prompt in prompts:
@@ -52,6 +52,7 @@ def make_groups(
                     max_tokens=max_tokens,
                     eos_ids=eos_ids,
                     params=params,
+                    stop_strings=stop_strings,
                 )
                 for sample in range(first, first + group_size)
             )

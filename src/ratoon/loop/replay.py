@@ -14,7 +14,7 @@ from ratoon.errors import LosslessViolation
 from ratoon.loop.order import make_groups, prompts_of_step
 from ratoon.loop.rl_step import RunContext, StepOutcome
 from ratoon.loop.rollout import Rollout, RolloutResult
-from ratoon.records import Completion, Stream
+from ratoon.records import Completion, SamplingParams, Stream
 
 ROUNDS = 2
 
@@ -56,7 +56,8 @@ def replay(run: RunContext, step: int, recorded: Sequence[Completion], *, exact:
         group_size=config.algorithm.group_size,
         max_tokens=config.sampling.max_tokens,
         eos_ids=run.tokenizer.eos_ids,
-        temperature=config.sampling.temperature,
+        params=SamplingParams(config.sampling.temperature),
+        stop_strings=config.sampling.stop_strings,
     )
     times: dict[bool, list[float]] = {False: [], True: []}
     flips = 0

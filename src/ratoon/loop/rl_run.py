@@ -28,6 +28,7 @@ from ratoon.loop.setup import (
     check_adapters,
     check_context,
     check_drafter,
+    check_sampling,
     load_rl_prompts,
     load_tokenizer,
     rl_specs,
@@ -98,6 +99,7 @@ def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
     check_adapters(config.lora, config.model.path)
     check_drafter(config)
     tokenizer = load_tokenizer(config.model.path)
+    check_sampling(config, tokenizer)
     train, held_out = load_rl_prompts(config, tokenizer)
     rewards = build_rewards([reward.model_dump() for reward in config.rewards])
     rewards.check([*train, *held_out])

@@ -16,7 +16,7 @@ from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
 from ratoon.observe.sinks import Values
 from ratoon.observe.timeline import Activity
-from ratoon.records import Prompt, Stream
+from ratoon.records import Prompt, SamplingParams, Stream
 from ratoon.rl.advantages import group_advantages
 from ratoon.rl.rewards.pool import RewardPool, RewardResult
 from ratoon.training.samples import Sample
@@ -63,9 +63,12 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
         group_size=algorithm.group_size,
         max_tokens=config.sampling.max_tokens,
         eos_ids=run.tokenizer.eos_ids,
-        temperature=config.sampling.temperature,
+        params=SamplingParams(config.sampling.temperature),
+        stop_strings=config.sampling.stop_strings,
     )
-    scorer = Scorer(run.pool, run.tokenizer, prompts)
+    scorer = Scorer(
+        run.pool, run.tokenizer, prompts, keep_stop_string=config.sampling.keep_stop_string
+    )
     rollout = draw(run, groups, step, scorer)
     rolled_out = clock.now()
     results = scorer.results(rollout.completions)

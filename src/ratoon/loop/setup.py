@@ -16,10 +16,13 @@ from ratoon.data.prompts import PromptStyle, load_prompts
 from ratoon.drafter.checkpoint import read_drafter_config
 from ratoon.drafter.model import DrafterConfig
 from ratoon.errors import CapabilityError, CheckpointError, ConfigError
+from ratoon.loop.evaluation import evaluation_params
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.records import Prompt
+from ratoon.sampling.stop_strings import check_stop_strings
+from ratoon.sampling.transforms import check_ids
 from ratoon.training.lora import check_targets
 
 
@@ -59,6 +62,23 @@ def load_tokenizer(model: Path) -> Tokenizer:
             "with"
         )
     return tokenizer
+
+
+def check_sampling(config: RLConfig, tokenizer: Tokenizer) -> None:
+    """Refuse ids that are never drawn, and stop strings that no text shows. Raises: ConfigError."""
+    try:
+        check_ids(evaluation_params(config), tokenizer.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"evaluation.sampling.{error}") from None
+    check_stop_strings(config.sampling.stop_strings)
+    for string in config.sampling.stop_strings:
+        ids = tokenizer.encode(string)
+        if tokenizer.decode(ids) != tokenizer.decode(ids, keep_special=True):
+            raise ConfigError(
+                f"sampling.stop_strings holds {string!r}, a special token, which text does not "
+                "show; remove it. A response ends with these ids: "
+                f"{', '.join(map(str, tokenizer.eos_ids))}"
+            )
 
 
 def check_drafter(config: RLConfig) -> None:

@@ -73,10 +73,10 @@ def check_ids(params: SamplingParams, vocab_limit: int) -> None:
     if len(set(biased)) < len(biased):
         raise ConfigError("logit_bias names an id twice; each id has one bias")
     for token, value in params.logit_bias:
-        if not math.isfinite(value):
+        if not abs(value) <= torch.finfo(torch.float32).max:
             raise ConfigError(
-                f"logit_bias of id {token} is {value}; it must be finite. To exclude the id, name "
-                "it in suppress_tokens"
+                f"logit_bias of id {token} is {value}; it must be a finite float32. To exclude the "
+                "id, name it in suppress_tokens"
             )
 
 
