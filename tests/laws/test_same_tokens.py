@@ -252,6 +252,35 @@ def test_new_drafter_weights_in_the_middle_change_no_token(world: World) -> None
     world.check(completions(finished), requests)
 
 
+@pytest.mark.parametrize("prefill_chunk", range(1, 8))
+def test_prompts_in_chunks_of_any_size_change_no_token(world: World, prefill_chunk: int) -> None:
+    requests = make_requests()[4:9:2]
+    engine = world.engine(
+        max_rows=2,
+        drafting=world.drafting(2),
+        rule=lambda num_live: TREE,
+        prefill_chunk=prefill_chunk,
+    )
+    world.check(completions(run(engine, requests)), requests)
+
+
+def test_rows_that_come_and_go_at_every_step_change_no_token(world: World) -> None:
+    requests = [replace(r, max_tokens=1 + n % 4) for n, r in enumerate(make_requests())]
+    engine = world.engine(
+        max_rows=4, drafting=guided(world, requests, 4), rule=rule_of([TREE, CHAIN, PLAIN])
+    )
+    waiting = list(requests)
+    finished, changes = [], 0
+    while waiting or engine.has_work:
+        before = engine.num_live
+        if waiting:
+            engine.submit(waiting.pop())
+        finished += engine.step()
+        changes += engine.num_live != before
+    world.check(completions(finished), requests)
+    assert changes > len(requests)
+
+
 def test_arrival_order_and_time_change_no_token(world: World) -> None:
     requests = make_requests()
     engine = world.engine(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -308,6 +310,60 @@ def test_steps_and_tokens_are_counted() -> None:
     assert stats.rows_speculated == sum(stats.live_batch)
     assert 0 < stats.nodes_drafted <= 7 * stats.rows_speculated
     assert engine.take_stats().tokens == 0
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return "".join(chr(97 + token % 26) for token in ids)
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of all tensors, and number of objects, that Python knows."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = {id(x): x.untyped_storage().nbytes() for x in objects if type(x) is Tensor}
+    return sum(tensors.values()), len(objects)
+
+
+def test_nothing_is_left_of_a_rollout() -> None:
+    engine = make_engine(
+        drafting=make_drafting(), tuner=RuleTuner(lambda num_live: TREE), decode=text_of
+    )
+    group = [
+        replace(request((1, 2, 3, row), 12, row=row, sample=sample), stop_strings=("ab", "q"))
+        for row in range(3)
+        for sample in range(3)
+    ]
+    first = answers(run(engine, *group))
+    rows, queue, ends = engine.rows, engine._queue, engine._ends
+    assert (rows.num_live, len(queue), engine._requests) == (0, 0, [])
+    assert (queue._siblings, queue._computed, ends._watches) == ({}, {}, {})
+    # And what lies in cache and rows is not read again.
+    for values in (rows.cache.data, rows.features, rows.hidden, rows.logprobs):
+        values.fill_(7.0)
+    for places in (rows.tokens, rows.lengths, rows.carried, rows.prompt_lengths):
+        places.fill_(3)
+    assert answers(run(engine, *group)) == first
+
+
+def test_memory_is_flat_over_many_short_requests() -> None:
+    engine = make_engine(
+        max_rows=128,
+        drafting=Drafting(
+            num_rows=128, vocab_limit=48, max_nodes=8, suffix=SuffixDrafter(128, capacity=4096)
+        ),
+        tuner=RuleTuner(lambda num_live: TREE if num_live < 64 else PLAIN),
+    )
+
+    def serve(first: int, count: int) -> tuple[int, int]:
+        run(engine, *(request((1 + row % 40,), 1, row=row) for row in range(first, first + count)))
+        engine.take_stats()
+        return memory()
+
+    # The suffix index has forgotten its first prompts by then.
+    tensors, objects = serve(0, 2_500)
+    later_tensors, later_objects = serve(2_500, 2_500)
+    assert later_tensors == tensors
+    assert later_objects < objects + 100
 
 
 def test_changing_to_speculation_needs_no_further_pass_over_the_context() -> None:

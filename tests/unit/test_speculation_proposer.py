@@ -1,12 +1,13 @@
-"""The noise that reaches the drafters is the noise that the verifier selects with."""
+"""Drafters guess under the noise and the biases that the verifier selects with."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from ratoon.sampling import keyed_noise
-from ratoon.speculation.proposer import StepNoise
+from ratoon.speculation.proposer import CoupledProposer, RetrievedProposer, StepNoise
 
 VOCAB = 700
 KEYS = torch.randint(-(2**62), 2**62, (3, 2), generator=torch.Generator().manual_seed(1))
@@ -50,3 +51,38 @@ def test_ids_outside_the_vocabulary_get_some_finite_noise() -> None:
 
 def test_there_is_no_noise_at_temperature_zero() -> None:
     assert prepared(0.0).exponential(0, torch.arange(VOCAB)) is None
+
+
+class TwoTokens:
+    """Scores and retrieves ids 3 and 4, the first as far likelier, and the odd id 900."""
+
+    draft_ids = torch.tensor([3, 4, 900])
+
+    def root(self, num_rows: int, num_children: int = 0) -> Tensor | tuple[Tensor, Tensor]:
+        if num_children == 0:
+            return torch.tensor([9.0, 1.0, -9.0]).expand(num_rows, 1, 3)
+        tokens = self.draft_ids.expand(num_rows, 1, 3)
+        return tokens, torch.tensor([0.8, 0.1, 0.1]).expand(num_rows, 1, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafters_do_not_propose_what_is_suppressed(temperature: float) -> None:
+    bias = torch.zeros(VOCAB)
+    bias[3] = -torch.inf
+    noise = StepNoise(KEYS, T0, temperature, bias)
+    noise.prepare(1, VOCAB)
+    learned = CoupledProposer(TwoTokens()).root(noise, 3)  # type: ignore[arg-type]
+    retrieved = RetrievedProposer(TwoTokens()).root(noise, 3)  # type: ignore[arg-type]
+    assert (learned.tokens[:, 0, 0] == 4).all()
+    for proposals in (learned, retrieved):
+        assert (proposals.chances[proposals.tokens == 3] == 0).all()
+        assert (proposals.chances[proposals.tokens == 4] > 0).all()
+
+
+def test_drafters_follow_a_bias() -> None:
+    bias = torch.zeros(VOCAB)
+    bias[4] = 50.0
+    noise = StepNoise(KEYS, T0, 1.0, bias)
+    noise.prepare(1, VOCAB)
+    learned = CoupledProposer(TwoTokens()).root(noise, 1)  # type: ignore[arg-type]
+    assert learned.tokens.flatten().tolist() == [4, 4, 4]
