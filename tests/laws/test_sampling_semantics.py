@@ -36,8 +36,8 @@ from torch import Tensor
 
 from ratoon.records import Completion, Request, SamplingParams
 from ratoon.rollout.native import engine as engine_module
-from ratoon.rollout.native.engine import RolloutEngine
 from ratoon.rollout.native.numerics import decode as forward
+from ratoon.rollout.native.rows import Rows
 from ratoon.sampling.prefixes import Prefixes
 from ratoon.sampling.stop_strings import text_before
 from ratoon.speculation import verify
@@ -250,15 +250,14 @@ def test_carried_tokens_that_are_counted_twice_are_caught(
         pytest.skip("tokens are carried only where bits hold")
     requests = requests_with(PARAMS["frequency"])
     expected = oracle(requests)
-    prefixes_of = RolloutEngine._prefixes
+    prefixes_of = Rows.prefixes
 
-    def doubled(engine: RolloutEngine, tree: Tree) -> Prefixes | None:
-        prefixes = prefixes_of(engine, tree)
-        assert prefixes is not None
-        prefixes.lengths.add_(engine.rows.carried[: len(prefixes.lengths)])
+    def doubled(rows: Rows, num_rows: int, *rest: Any) -> Prefixes:
+        prefixes = prefixes_of(rows, num_rows, *rest)
+        prefixes.lengths.add_(rows.carried[:num_rows])
         return prefixes
 
-    monkeypatch.setattr(RolloutEngine, "_prefixes", doubled)
+    monkeypatch.setattr(Rows, "prefixes", doubled)
     found, counts = speculate(world, expected, requests, 3)
     assert counts.carried > 2
     assert without_bits(found) != without_bits(expected)

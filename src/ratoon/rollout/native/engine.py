@@ -25,7 +25,6 @@ from ratoon.rollout.native.forward import InferenceModel, attention_mask
 from ratoon.rollout.native.prompts import PromptQueue
 from ratoon.rollout.native.rows import Rows
 from ratoon.sampling.keyed_noise import sequence_key
-from ratoon.sampling.prefixes import Prefixes
 from ratoon.sampling.select import Selector
 from ratoon.sampling.stop_strings import Decode
 from ratoon.sampling.transforms import check_ids, check_params, reads_prefixes
@@ -224,6 +223,9 @@ class RolloutEngine:
         drafted = self._draft(strategy)
         started = time.perf_counter()
         tree = drafted.tree
+        prefixes = None
+        if reads_prefixes(self._params):
+            prefixes = rows.prefixes(num_live, tree.tokens.shape[1], self._ends.ids)
         nodes, places = packed(tree)
         num_drafted = len(nodes) - num_live
         hidden, features = self._forward(tree, nodes)
@@ -235,7 +237,7 @@ class RolloutEngine:
             rows.lengths[:num_live] + 1,
             self._selector,
             self._params,
-            self._prefixes(tree),
+            prefixes,
         )
         known = self._ends.clip(rows, verified.tokens, verified.counts)
         final = num_final(verified.path, known) if self._confirm else known
@@ -315,20 +317,6 @@ class RolloutEngine:
             mask,
             rows.cache,
             present=nodes if len(nodes) < tree.tokens.numel() else None,
-        )
-
-    def _prefixes(self, tree: Tree) -> Prefixes | None:
-        """The final tokens of each row with room for what the walk selects, if it asks for them."""
-        if not reads_prefixes(self._params):
-            return None
-        rows = self.rows
-        num_live, num_nodes = tree.tokens.shape
-        lengths = rows.lengths[:num_live] + 1
-        return Prefixes(
-            tokens=rows.tokens[:num_live, : int(lengths.max()) + num_nodes].clone(),
-            lengths=lengths,
-            prompt_lengths=rows.prompt_lengths[:num_live],
-            end_ids=self._ends.ids[:num_live],
         )
 
     def _count(self, strategy: Strategy, num_drafted: int, counts: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ratoon.models.kv_cache import KVCache
+from ratoon.sampling.prefixes import Prefixes
 from ratoon.speculation.verify import Verified
 
 
@@ -59,6 +60,16 @@ class Rows:
         offsets = torch.arange(longest + 1, device=self.lengths.device)
         positions = (self.lengths[:num_rows, None] + offsets).clamp_max(self.tokens.shape[1] - 1)
         return self.tokens[:num_rows].gather(1, positions)
+
+    def prefixes(self, num_rows: int, room: int, end_ids: Tensor) -> Prefixes:
+        """The final tokens of the first rows, with room for so many more. One host-device sync."""
+        lengths = self.lengths[:num_rows] + 1
+        return Prefixes(
+            tokens=self.tokens[:num_rows, : int(lengths.max()) + room].clone(),
+            lengths=lengths,
+            prompt_lengths=self.prompt_lengths[:num_rows],
+            end_ids=end_ids[:num_rows],
+        )
 
     def commit(
         self, verified: Verified, known: Tensor, final: Tensor, states: Tensor, places: Tensor
