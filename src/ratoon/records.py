@@ -52,7 +52,7 @@ class SamplingParams:
     `logits_processor` has the signature of Hugging Face's `LogitsProcessor`: it is called for one
     draw at a time with the ids of prompt and response so far, `[1, T]` int64, and their logits,
     `[1, V]`, and returns logits `[1, V]`. It must be a function of these two alone: the engine
-    calls it for any prefix, in any order. `transforms.transform` tells the order of all of these.
+    calls it for any prefix, in any order. `sampling/transforms.py` tells the order of all of these.
     """
 
     temperature: float = 1.0

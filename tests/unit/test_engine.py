@@ -144,6 +144,24 @@ def test_one_set_of_sampling_parameters_at_a_time() -> None:
     assert finished.completion == fresh.completion
 
 
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (replace(request(), stop_strings=("a",)), "`decode`"),
+        (replace(request(), stop_strings=("",)), "stop string ''"),
+        (request(suppress_tokens=(48,)), "suppress_tokens names id 48"),
+        (request(repetition_penalty=-1.0), "repetition_penalty"),
+    ],
+    ids=["no text", "empty", "suppressed", "penalty"],
+)
+def test_requests_that_make_no_sense_are_refused(bad: Request, words: str) -> None:
+    engine = make_engine()
+    with pytest.raises(ConfigError, match=words):
+        engine.submit(bad)
+    assert not engine.has_work
+    assert len(run(engine, request())) == 1
+
+
 def test_stepping_without_work_does_nothing() -> None:
     engine = make_engine()
     assert engine.step() == []

@@ -56,7 +56,7 @@ def replay(run: RunContext, step: int, recorded: Sequence[Completion], *, exact:
         group_size=config.algorithm.group_size,
         max_tokens=config.sampling.max_tokens,
         eos_ids=run.tokenizer.eos_ids,
-        params=SamplingParams(config.sampling.temperature),
+        params=SamplingParams(temperature=config.sampling.temperature),
         stop_strings=config.sampling.stop_strings,
     )
     times: dict[bool, list[float]] = {False: [], True: []}

@@ -63,7 +63,7 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
         group_size=algorithm.group_size,
         max_tokens=config.sampling.max_tokens,
         eos_ids=run.tokenizer.eos_ids,
-        params=SamplingParams(config.sampling.temperature),
+        params=SamplingParams(temperature=config.sampling.temperature),
         stop_strings=config.sampling.stop_strings,
     )
     scorer = Scorer(
