@@ -160,12 +160,14 @@ def test_without_a_learning_rate_nothing_is_learned(
 
 
 def test_unusual_sizes_work_together(lab: Lab) -> None:
-    """Fewer prompts than a step needs, groups larger than a batch of one, one worker, KL."""
+    """Fewer prompts than a step needs, a batch of one, one worker, two passes, KL, entropy."""
     run = lab.rl(
         "odd",
         "data.train.size=2",
-        "algorithm={name: dr_grpo, prompts_per_step: 3, group_size: 3, minibatches: 3}",
+        "algorithm={name: dr_grpo, prompts_per_step: 3, group_size: 3, minibatches: 3, epochs: 2}",
         "algorithm.kl_coef=0.1",
+        "algorithm.kl_in=reward",
+        "algorithm.entropy_coef=0.01",
         "rollout.max_batch=1",
         "rollout.prefill_chunk=3",
         "spot.buffer_tokens=1024",
@@ -181,7 +183,31 @@ def test_unusual_sizes_work_together(lab: Lab) -> None:
     twice = [row for row in rows if sum(r["row"] == row["row"] for r in rows) == 6]
     assert sorted(row["sample"] for row in twice) == [0, 1, 2, 3, 4, 5]
     assert len({tuple(row["token_ids"]) for row in twice}) > 1
-    assert metrics_of(run)[1]["policy/kl"] >= 0
+    assert metrics_of(run)[1]["policy/kl"] == 0.0
+    assert metrics_of(run)[1]["policy/ratio_max"] > 1.0
+
+
+def test_a_step_of_several_rounds_is_complete_trains_the_drafter_and_can_be_replayed(
+    lab: Lab, exact: bool
+) -> None:
+    run = lab.rl(
+        "rounds",
+        "algorithm={name: dapo, prompts_per_step: 4, group_size: 4, max_sampling_rounds: 2}",
+        "rewards=[{kind: number}]",
+        "spot.deterministic_steps=2",
+        "replay_last_step=true",
+    )
+    position = 0
+    for step in (1, 2):
+        metrics, rows = metrics_of(run)[step], responses_of(run, step)
+        drawn = 4 + metrics["sampling/resampled_groups"]
+        assert len(rows) == 4 * drawn
+        assert max(row["attempt"] for row in rows) == metrics["sampling/rounds"] - 1 == 1
+        position += drawn
+    state = json.loads((run.checkpoints / "step_000002" / "state.json").read_text())
+    assert state["prompts_drawn"] == position
+    assert metrics_of(run)[2]["drafter/optimizer_steps"] == 2
+    assert json.loads(run.summary.read_text())["tokens_identical"] or not exact
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(

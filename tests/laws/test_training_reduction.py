@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from algorithm_cases import CASES, algorithm, learn, make_decoder
 from torch import Tensor
 
-from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.packing import PackedBatch
 from ratoon.training import shared_memory
 from ratoon.training.core import TrainerCore
@@ -26,20 +26,9 @@ from ratoon.training.policy_trainer import PolicyLossSettings, PolicyTrainer
 from ratoon.training.samples import Sample
 from ratoon.training.sft import SFTTrainer
 
-CONFIG = DecoderConfig(
-    family="llama", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2,
-    num_heads=4, num_kv_heads=2, head_dim=8,
-)  # fmt: skip
 # Plain gradient descent as far as a step can be: one huge epsilon makes AdamW linear in gradients.
 SETTINGS = OptimizerSettings(lr=1e-2, eps=1.0, max_grad_norm=1e9)
 LORA = LoRASettings(rank=2, alpha=4.0)
-
-
-def make_decoder(seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
-    decoder = Decoder(CONFIG).double()
-    torch.nn.init.normal_(decoder.embed_tokens.weight, std=0.3)
-    return decoder
 
 
 def make_samples(seed: int = 0, count: int = 8) -> list[Sample]:
@@ -86,7 +75,8 @@ def update(
 def assert_same(
     found: tuple[dict[str, float], list[Tensor]], expected: tuple[dict[str, float], list[Tensor]]
 ) -> None:
-    for name in ("policy/loss", "policy/kl", "policy/grad_norm", "policy/clip_frac"):
+    names = ("loss", "kl", "grad_norm", "clip_frac", "ratio_max", "approx_kl", "entropy")
+    for name in (f"policy/{name}" for name in names if f"policy/{name}" in expected[0]):
         assert found[0][name] == pytest.approx(expected[0][name], abs=1e-10, rel=1e-10), name
     for mine, other in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
@@ -172,6 +162,16 @@ def test_responses_with_advantage_zero_count_in_the_denominator_only() -> None:
     assert skipped[0]["policy/tokens"] < computed[0]["policy/tokens"]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_neither_cuts_nor_order_change_what_an_algorithm_learns(case: str) -> None:
+    """In two passes: in the second, ratios are not 1."""
+    settings = algorithm(case)
+    expected = learn(make_core(), settings)
+    assert expected[0]["policy/ratio_max"] > 1.001
+    assert_same(learn(make_core(30), settings), expected)
+    assert_same(learn(make_core(1), settings, backwards=True), expected)
+
+
 def _worker(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
@@ -188,6 +188,8 @@ def _worker(rank: int, size: int, folder: str) -> None:
     result["lora"] = update(make_core(30, workers, lora=LORA), samples)
     # One sample for two workers: one of them has nothing to do.
     result["idle"] = update(make_core(30, workers), samples[:1])
+    for case in CASES:
+        result[case] = learn(make_core(30, workers), algorithm(case))
     shared_memory._FOLDER = Path(folder) / "absent"
     result["apart"] = update(make_core(30, workers), samples)
     torch.save(result, f"{folder}/{rank}.pt")
@@ -204,6 +206,8 @@ def test_two_workers_do_what_one_does_and_end_with_the_same_bits(tmp_path: Path)
     samples = make_samples()
     for minibatches in (1, 2):
         assert_same(first[minibatches], update(make_core(30), samples, minibatches=minibatches))
+    for case in CASES:
+        assert_same(first[case], learn(make_core(), algorithm(case)))
     assert_same(first["apart"], update(make_core(30), samples))
     assert_same(first["lora"], update(make_core(30, lora=LORA), samples))
     assert_same(first["idle"], update(make_core(30), samples[:1]))

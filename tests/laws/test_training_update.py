@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import random
 from collections.abc import Sequence
@@ -11,22 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from algorithm_cases import CASES, CONFIG, algorithm, learn
 
 from ratoon.errors import CheckpointError, NumericsError
-from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.models.decoder import Decoder
 from ratoon.models.packing import PackedBatch
-from ratoon.rl.advantages import group_advantages
+from ratoon.rl.advantages import group_relative
 from ratoon.training.core import TrainerCore
 from ratoon.training.optimizer import OptimizerSettings, learning_rate
 from ratoon.training.policy_metrics import PolicyMetrics
 from ratoon.training.policy_trainer import PolicyLossSettings, PolicyTrainer, split_by_group
 from ratoon.training.samples import Sample
 from ratoon.training.sft import SFTTrainer
-
-CONFIG = DecoderConfig(
-    family="llama", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2,
-    num_heads=4, num_kv_heads=2, head_dim=8,
-)  # fmt: skip
 
 
 def make_decoder(seed: int) -> Decoder:
@@ -85,6 +82,68 @@ def test_learning_rate_zero_gives_ratios_of_exactly_one(
     assert all(map(torch.equal, before, parameters(core)))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_learning_rate_zero_gives_ratios_of_exactly_one_for_each_algorithm(case: str) -> None:
+    """In two passes over two minibatches."""
+    core = make_core(lr=0.0)
+    before = parameters(core)
+    metrics, after = learn(core, algorithm(case, minibatches=2))
+    assert metrics["policy/ratio_mean"] == 1.0
+    assert metrics["policy/ratio_max"] == 1.0
+    assert metrics["policy/clip_frac"] == 0.0
+    assert metrics["policy/approx_kl"] == 0.0
+    assert metrics["policy/grad_norm"] > 0
+    assert all(map(torch.equal, before, after))
+
+
+def test_several_passes_compare_with_the_policy_before_the_first() -> None:
+    """One response, learned from twice without momentum: the second ratio is the first's effect."""
+    settings = {"betas": (0.0, 0.0), "eps": 1.0, "max_grad_norm": 1e9}
+    sample = Sample((1, 2), (3, 4, 5), 1.0, group=0)
+    once, twice = (
+        make_core(lr=0.1, compute_dtype=torch.float64, dtype=torch.float64, **settings)
+        for _ in range(2)
+    )
+    ((_, batch),) = once.micro_batches([(sample.prompt_ids, sample.token_ids)])
+    before = once.log_probs(batch).detach()
+    loss = PolicyLossSettings(clip_high=1e9)
+    PolicyTrainer(once, loss).update([sample])
+    ratios = (once.log_probs(batch).detach() - before).exp()
+    metrics = PolicyTrainer(twice, loss).update([sample], epochs=2)
+    assert metrics["policy/ratio_max"] == pytest.approx(float(ratios.max()), rel=1e-12)
+    assert metrics["policy/ratio_mean"] == pytest.approx(float(ratios.mean() + 1) / 2, rel=1e-12)
+    assert twice.steps_done == 2
+
+
+def test_a_step_of_masked_responses_alone_moves_nothing() -> None:
+    core = make_core()
+    before = parameters(core)
+    samples = [dataclasses.replace(sample, is_masked=True) for sample in make_samples()]
+    metrics = PolicyTrainer(core, PolicyLossSettings()).update(samples, minibatches=2)
+    assert metrics["policy/tokens"] == 0
+    assert all(map(torch.equal, before, parameters(core)))
+
+
+def test_a_masked_response_is_as_if_it_had_not_been_drawn() -> None:
+    samples = make_samples()
+    masked = [dataclasses.replace(sample, is_masked=n % 5 == 2) for n, sample in enumerate(samples)]
+    results = []
+    for part in (masked, [sample for sample in masked if not sample.is_masked]):
+        core = make_core()
+        PolicyTrainer(core, PolicyLossSettings(entropy_coef=0.1)).update(part)
+        results.append(parameters(core))
+    assert all(map(torch.equal, *results))
+
+
+def test_an_entropy_bonus_makes_the_policy_less_sure() -> None:
+    core = make_core(compute_dtype=torch.float32)
+    samples = [dataclasses.replace(sample, advantage=0.0) for sample in make_samples()]
+    trainer = PolicyTrainer(core, PolicyLossSettings(entropy_coef=1.0))
+    entropies = [trainer.update(samples)["policy/entropy"] for _ in range(5)]
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > entropies[0] + 0.05
+
+
 def test_a_later_minibatch_is_compared_with_the_policy_before_the_update() -> None:
     core = make_core(lr=0.05, compute_dtype=torch.float32)
     metrics = PolicyTrainer(core, PolicyLossSettings()).update(make_samples(), minibatches=2)
@@ -93,7 +152,7 @@ def test_a_later_minibatch_is_compared_with_the_policy_before_the_update() -> No
 
 def test_constant_rewards_leave_the_policy_as_it_is() -> None:
     samples = make_samples()
-    advantages = group_advantages([0.1] * 12, [s.group for s in samples], algorithm="grpo")
+    advantages = group_relative([0.1] * 12, [s.group for s in samples], scale="group")
     samples = [
         Sample(s.prompt_ids, s.token_ids, a, s.group)
         for s, a in zip(samples, advantages, strict=True)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from ratoon.config import CONFIGS, RLConfig, SFTConfig, build_config, load_config, resolved_yaml
+from ratoon.config.algorithm import PRESETS
 from ratoon.config.load import apply_overrides, parse_yaml
 from ratoon.config.reference import markdown
 from ratoon.errors import ConfigError
@@ -84,6 +85,22 @@ def test_switching_a_feature_off_drops_what_the_file_says_about_it(tmp_path: Pat
     assert not config.spot.enabled
 
 
+def test_an_algorithm_brings_its_own_defaults_which_a_file_or_an_override_may_change(
+    tmp_path: Path,
+) -> None:
+    values = rl_values(tmp_path) | {"algorithm": {"minibatches": 2}}
+    path = write(tmp_path, values)
+    gspo = load_config(RLConfig, path, ["algorithm.name=gspo", "algorithm.clip_high=1e-3"])
+    assert gspo.algorithm.clip_low == 3e-4
+    assert gspo.algorithm.clip_high == 1e-3
+    assert gspo.algorithm.reduction == "sequence_mean"
+    assert load_config(RLConfig, path).algorithm.reduction == "token_mean"
+    # What is spelt out in a run's folder loads again, though some of it has no effect.
+    for name in PRESETS:
+        config = load_config(RLConfig, path, [f"algorithm.name={name}"])
+        assert build_config(RLConfig, yaml.safe_load(resolved_yaml(config))) == config
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -105,8 +122,16 @@ def test_switching_a_feature_off_drops_what_the_file_says_about_it(tmp_path: Pat
         ("evaluation.sampling.logit_bias={a: 1}", ["evaluation.sampling.logit_bias", "integer"]),
         ("evaluation.sampling.top_p=0", ["evaluation.sampling.top_p", "greater than 0"]),
         ("sampling.max_tokens=5000", ["sampling.max_tokens", "rollout.max_length = 1100"]),
-        ("algorithm.name=ppo", ["algorithm.name", "'ppo'", "'grpo' or 'dr_grpo'"]),
-        ("algorithm.group_size=1", ["algorithm.group_size", "2"]),
+        ("algorithm.name=ppo", ["algorithm.name", "'ppo'", "'grpo', 'dr_grpo'"]),
+        ("algorithm.group_size=1", ["algorithm.group_size = 1", ">= 2", "reinforce_plus_plus"]),
+        ("algorithm.clip_high=0.3", ["clip_high = 0.3", "no effect", "one epoch"]),
+        ("algorithm.kl_in=reward", ["kl_in = 'reward'", "no effect", "kl_coef is 0"]),
+        ("algorithm={name: rloo, scale_rewards: none}", ["scale_rewards", "scale of its own"]),
+        (
+            "algorithm={name: reinforce_plus_plus, max_sampling_rounds: 2}",
+            ["max_sampling_rounds = 2", "not compared in groups"],
+        ),
+        ("algorithm.importance_sampling_cap=1", ["importance_sampling_cap", "greater than 1"]),
         ("algorithm.kl_estimator=k1", ["kl_estimator", "no effect", "kl_coef"]),
         ("algorithm.minibatches=9", ["minibatches = 9", "prompts_per_step"]),
         ("spot={enabled: false, buffer_tokens: 2048}", ["spot.buffer_tokens", "no effect"]),

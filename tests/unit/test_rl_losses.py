@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ratoon.rl.kl import kl_divergence
-from ratoon.rl.losses import clipped_surrogate
-from ratoon.rl.reduction import response_weights, weighted_sum
+from ratoon.rl.losses import clipped_surrogate, mismatch_weights
+from ratoon.rl.reduction import response_means, response_weights, weighted_sum
 
 
 def _random(seed: int, count: int = 200) -> tuple[list[float], list[float], list[float]]:
@@ -25,8 +25,7 @@ def test_clipped_surrogate_equals_the_formula_token_by_token() -> None:
     new, old, advantages = _random(0)
     logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
     result = clipped_surrogate(
-        logprobs,
-        torch.tensor(old, dtype=torch.float64),
+        logprobs - torch.tensor(old, dtype=torch.float64),
         torch.tensor(advantages, dtype=torch.float64),
         clip_low=0.2,
         clip_high=0.28,
@@ -40,19 +39,41 @@ def test_clipped_surrogate_equals_the_formula_token_by_token() -> None:
         )
         # The bound takes the gradient away where it is the smaller of the two.
         is_clipped = bounded * advantage < ratio * advantage
-        assert bool(result.is_clipped[i]) == is_clipped
+        assert bool(result.clipped_low[i]) == (is_clipped and ratio < 1)
+        assert bool(result.clipped_high[i]) == (is_clipped and ratio > 1)
         expected = 0.0 if is_clipped else -ratio * advantage
         assert gradient[i].item() == pytest.approx(expected)
-    assert 0 < int(result.is_clipped.sum()) < len(new)
+    assert result.clipped_low.any()
+    assert result.clipped_high.any()
 
 
 def test_equal_log_probabilities_give_ratio_one_and_the_plain_policy_gradient() -> None:
     logprobs = torch.tensor([-0.3, -7.0], requires_grad=True)
     advantages = torch.tensor([2.0, -1.0])
-    result = clipped_surrogate(logprobs, logprobs, advantages, clip_low=0.2, clip_high=0.2)
+    log_ratios = logprobs - logprobs.detach()
+    result = clipped_surrogate(log_ratios, advantages, clip_low=0.2, clip_high=0.2)
     (gradient,) = torch.autograd.grad(result.losses.sum(), logprobs)
     assert torch.equal(result.ratios, torch.ones(2))
     assert torch.equal(gradient, -advantages)
+
+
+def test_means_over_responses_are_given_to_each_of_their_tokens() -> None:
+    values = torch.tensor([1.0, 3.0, 5.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True)
+    means = response_means(values, [3, 2])
+    assert means.tolist() == [3.0, 3.0, 3.0, 3.0, 3.0]
+    (gradient,) = torch.autograd.grad(means @ torch.arange(5.0, dtype=torch.float64), values)
+    torch.testing.assert_close(gradient, torch.tensor([1.0, 1.0, 1.0, 3.5, 3.5]).double())
+
+
+def test_mismatch_weights_are_quotients_cut_at_the_cap_and_exactly_one_for_equal_bits() -> None:
+    ours = torch.tensor([-0.1, -3.0, -1.0, -2.0], requires_grad=True)
+    theirs = torch.tensor([-0.1, -2.5, -4.0, float("nan")])
+    weights = mismatch_weights(ours, theirs, 2.0)
+    assert weights[0] == 1.0
+    assert weights[1].item() == pytest.approx(math.exp(-0.5))
+    assert weights[2] == 2.0
+    assert weights[3] == 1.0
+    assert not weights.requires_grad
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -76,7 +76,12 @@ class DrafterUnit:
         return self._session is not None
 
     def begin_step(self, policy_version: int, head: Tensor, embedding: Tensor) -> None:
-        """The policy changed: keep last step's long samples, use its embedding from here on."""
+        """The policy changed: keep last step's long samples, use its embedding from here on.
+
+        Nothing happens where it did not: one step may have several rollouts.
+        """
+        if policy_version in self.buffer.versions[-1:]:
+            return
         self.buffer.begin_step(policy_version, head[self.served.draft_ids].clone())
         self.trainer.set_embedding(embedding)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratoon.config.rl import Algorithm, Rollout
+from ratoon.config.algorithm import Algorithm
+from ratoon.config.rl import Rollout
 from ratoon.config.speculation import Drafter, Speculation, Spot
 from ratoon.config.training import LoRA, ModelSettings, Optimizer, Update
 

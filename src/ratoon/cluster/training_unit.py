@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from ratoon.cluster.spec import TrainingSpec, WorkerSpec
+from ratoon.config.algorithm import Algorithm
 from ratoon.config.training import LoRA
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder
@@ -28,9 +29,9 @@ class TrainingUnit:
 
     def __init__(self, spec: WorkerSpec, training: TrainingSpec, decoder: Decoder) -> None:
         settings = training.optimizer
-        minibatches = training.algorithm.minibatches if training.algorithm is not None else 1
+        algorithm = training.algorithm
+        steps = algorithm.epochs * algorithm.minibatches if algorithm is not None else 1
         group = distributed.group.WORLD if spec.count > 1 else None
-        self._minibatches = minibatches
         self._core = TrainerCore(
             decoder,
             OptimizerSettings(
@@ -40,7 +41,7 @@ class TrainingUnit:
                 max_grad_norm=settings.max_grad_norm,
                 warmup_steps=settings.warmup_steps,
                 schedule=settings.schedule,
-                total_steps=training.total_steps * minibatches,
+                total_steps=training.total_steps * steps,
             ),
             compute_dtype=DTYPES[spec.model.dtype],
             micro_batch_tokens=training.update.micro_batch_tokens,
@@ -51,28 +52,29 @@ class TrainingUnit:
             freeze_embeddings=training.update.freeze_embeddings,
             seed=spec.seed,
         )
+        self._algorithm = algorithm
         self._policy = None
         self._sft = None
-        if training.algorithm is None:
+        if algorithm is None:
             self._sft = SFTTrainer(self._core)
             return
-        algorithm = training.algorithm
-        constant = algorithm.name == "dr_grpo"
-        loss = PolicyLossSettings(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            reduction="constant" if constant else "token_mean",
-            max_tokens=training.max_tokens if constant else None,
-            kl_coef=algorithm.kl_coef,
-            kl_estimator=algorithm.kl_estimator,
-        )
         reference = copy.deepcopy(self._core.compute) if algorithm.kl_coef > 0 else None
+        loss = loss_settings(algorithm, training.max_tokens)
         self._policy = PolicyTrainer(self._core, loss, reference=reference)
+
+    def divergences(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Each token's divergence from the first policy; see `PolicyTrainer.divergences`."""
+        assert self._policy is not None
+        assert self._algorithm is not None
+        return self._policy.divergences(samples, self._algorithm.kl_estimator)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One RL step; see `PolicyTrainer.update`."""
         assert self._policy is not None
-        return self._policy.update(samples, minibatches=self._minibatches)
+        assert self._algorithm is not None
+        return self._policy.update(
+            samples, minibatches=self._algorithm.minibatches, epochs=self._algorithm.epochs
+        )
 
     def train_batch(self, examples: Sequence[Example]) -> dict[str, float]:
         """One supervised step; see `SFTTrainer.step`."""
@@ -100,3 +102,18 @@ class TrainingUnit:
 
 def _lora(lora: LoRA | None) -> LoRASettings | None:
     return None if lora is None else LoRASettings(lora.rank, lora.alpha, lora.targets)
+
+
+def loss_settings(algorithm: Algorithm, max_tokens: int) -> PolicyLossSettings:
+    """What the trainer needs to know of an algorithm; `max_tokens` is the longest response."""
+    return PolicyLossSettings(
+        ratio="sequence" if algorithm.name == "gspo" else "token",
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        reduction=algorithm.reduction,
+        max_tokens=max_tokens,
+        kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coef=algorithm.entropy_coef,
+        mismatch_cap=algorithm.importance_sampling_cap,
+    )

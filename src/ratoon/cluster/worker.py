@@ -210,6 +210,12 @@ class Worker:
         return self._drafter.stop(time.monotonic)
 
     @callable_by_driver
+    def divergences(self, **arguments: Any) -> list[tuple[float, ...]]:
+        """Each token's divergence from the first policy, computed together with the others."""
+        assert self._training is not None
+        return self._training.divergences(**arguments)
+
+    @callable_by_driver
     def update_policy(self, **arguments: Any) -> dict[str, float]:
         """One RL update on this worker's share of the samples, together with the others."""
         assert self._training is not None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ratoon.config.algorithm import Algorithm
 from ratoon.config.base import Items, Name, PathText, Settings, forbid_without_effect, require
 from ratoon.config.data import Reward, RewardRuntime, RLData
 from ratoon.config.speculation import Drafter, Speculation, Spot
@@ -57,43 +58,6 @@ class Sampling(Settings):
             bool(self.stop_strings) or not self.keep_stop_string,
             "sampling.keep_stop_string = true would have no effect because sampling.stop_strings "
             "is empty; remove it",
-        )
-        return self
-
-
-class Algorithm(Settings):
-    """The policy-gradient method."""
-
-    name: Literal["grpo", "dr_grpo"] = Field(
-        "grpo",
-        description="`grpo` divides advantages by the group's standard deviation and the loss by "
-        "the batch's tokens; `dr_grpo` divides neither, and the loss by a constant.",
-    )
-    prompts_per_step: int = Field(8, ge=1, description="Prompts of one step.")
-    group_size: int = Field(8, ge=2, description="Responses to each prompt.")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below 1 - this.")
-    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above 1 + this.")
-    kl_coef: float = Field(
-        0.0, ge=0, description="Weight of the divergence from the first policy; 0 = none."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="Estimator of that divergence (Schulman 2020)."
-    )
-    minibatches: int = Field(
-        1, ge=1, description="Optimizer steps that one step's responses are split over."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Algorithm:
-        require(
-            self.kl_coef > 0 or self.kl_estimator == "k3",
-            f"algorithm.kl_estimator = {self.kl_estimator!r} would have no effect because "
-            "algorithm.kl_coef is 0; remove it or raise kl_coef",
-        )
-        require(
-            self.minibatches <= self.prompts_per_step,
-            f"algorithm.minibatches = {self.minibatches} must be <= algorithm.prompts_per_step = "
-            f"{self.prompts_per_step}: a group is never split",
         )
         return self
 

@@ -49,7 +49,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def save_checkpoint(run: RunContext, folder: RunFolder, step: int, keep: int) -> None:
     """Write policy, drafter, both optimizers and the counters."""
-    state = {"drafter": run.has_drafter, "drafter_version": run.ledger.version}
+    state = {
+        "drafter": run.has_drafter,
+        "drafter_version": run.ledger.version,
+        "prompts_drawn": run.prompts_drawn,
+    }
     with whole_checkpoint(folder, step, keep, **state) as draft:
         run.workers.call(0, "save_training", folder=draft / "policy")
         if run.has_drafter:
@@ -66,6 +70,7 @@ def restore(run: RunContext, checkpoint: Path) -> int:
         run.workers.call_all("restore_drafter", folder=folder, version=version)
         run.ledger.version = version
         run.has_drafter = True
+    run.prompts_drawn = int(state["prompts_drawn"])
     step = int(state["step"])
     run.workers.call_all("serve_policy", version=step)
     return step

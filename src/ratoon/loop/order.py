@@ -1,4 +1,4 @@
-"""Which prompts a step sees, and which responses it asks for: pure functions of seed and step."""
+"""Which prompts come next, and which responses are asked for: pure functions of seed and place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from ratoon.records import DrawKey, Prompt, Request, SamplingParams, Stream
 Group = tuple[Request, ...]
 
 
-def prompts_of_step(prompts: Sequence[Prompt], step: int, count: int, seed: int) -> list[Prompt]:
-    """The `count` prompts of a step (from 1): epoch after epoch, each in an order of its own."""
+def next_prompts(prompts: Sequence[Prompt], position: int, count: int, seed: int) -> list[Prompt]:
+    """The next `count` prompts after `position`: epoch after epoch, each in an order of its own."""
     chosen: list[Prompt] = []
-    position = (step - 1) * count
     while len(chosen) < count:
         epoch, start = divmod(position + len(chosen), len(prompts))
         order = list(range(len(prompts)))
@@ -33,11 +32,12 @@ def make_groups(
     eos_ids: tuple[int, ...],
     params: SamplingParams,
     stop_strings: tuple[str, ...],
+    attempt: int = 0,
 ) -> list[Group]:
     """The requests of each prompt's group.
 
-    A prompt that is drawn twice in one step (a data set smaller than a step) gets other samples the
-    second time.
+    A prompt that is drawn twice at once (a data set smaller than a step) gets other samples the
+    second time; one that is drawn again in a later round of the step, another `attempt`.
     """
     seen: dict[int, int] = {}
     groups = []
@@ -47,7 +47,9 @@ def make_groups(
         groups.append(
             tuple(
                 Request(
-                    key=DrawKey(seed, stream, round_index, prompt.dataset, prompt.row, sample),
+                    key=DrawKey(
+                        seed, stream, round_index, prompt.dataset, prompt.row, sample, attempt
+                    ),
                     prompt_ids=prompt.ids,
                     max_tokens=max_tokens,
                     eos_ids=eos_ids,

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratoon.errors import LosslessViolation
-from ratoon.loop.order import make_groups, prompts_of_step
+from ratoon.loop.drawing import joined
 from ratoon.loop.rl_step import RunContext, StepOutcome
 from ratoon.loop.rollout import Rollout, RolloutResult
-from ratoon.records import Completion, SamplingParams, Stream
+from ratoon.records import Completion
 
 ROUNDS = 2
 
@@ -41,37 +41,29 @@ class Replay:
         return (plain + rest) / (fast + rest)
 
 
-def replay(run: RunContext, step: int, recorded: Sequence[Completion], *, exact: bool) -> Replay:
+def replay(run: RunContext, step: int, outcome: StepOutcome, *, exact: bool) -> Replay:
     """Replay the recorded step `ROUNDS` times per arm, interleaved.
 
     Raises: LosslessViolation if `exact` (invariant numerics) and any token differs.
     """
-    config = run.config
-    prompts = prompts_of_step(run.train, step, config.algorithm.prompts_per_step, config.seed)
-    groups = make_groups(
-        prompts,
-        seed=config.seed,
-        stream=Stream.TRAIN,
-        round_index=step,
-        group_size=config.algorithm.group_size,
-        max_tokens=config.sampling.max_tokens,
-        eos_ids=run.tokenizer.eos_ids,
-        params=SamplingParams(temperature=config.sampling.temperature),
-        stop_strings=config.sampling.stop_strings,
-    )
+    recorded = outcome.rollout.completions
     times: dict[bool, list[float]] = {False: [], True: []}
     flips = 0
     for _ in range(ROUNDS):
         for speculate in (False, True):
             run.workers.call_all("rewind")
-            result = Rollout(
-                run.workers,
-                run.observer,
-                run.ledger,
-                capacity=config.rollout.max_batch,
-                step=step,
-                activity="evaluation",
-            ).run(groups, speculate=speculate)
+            results = [
+                Rollout(
+                    run.workers,
+                    run.observer,
+                    run.ledger,
+                    capacity=run.config.rollout.max_batch,
+                    step=step,
+                    activity="evaluation",
+                ).run(groups, speculate=speculate)
+                for groups in outcome.rounds
+            ]
+            result = joined(results)
             times[speculate].append(result.seconds)
             flips += count_flips(recorded, result)
     if flips and exact:

@@ -79,8 +79,8 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
                 save_checkpoint(run, folder, step, config.checkpoint.keep)
         if config.replay_last_step and history.outcomes:
             observer.phase("replay of the last step")
-            recorded = history.outcomes[-1].rollout.completions
-            history.replay = replay(run, config.steps, recorded, exact=numerics == "invariant")
+            last_outcome = history.outcomes[-1]
+            history.replay = replay(run, config.steps, last_outcome, exact=numerics == "invariant")
         _save_products(run, folder)
         seconds = observer.clock.now() - started
         figures = _summary(run, history, numerics, seconds)

@@ -1,4 +1,4 @@
-"""One RL step from top to bottom: draw, score, compare within groups, update, serve."""
+"""One RL step from top to bottom: draw, score, compare, update, serve."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from ratoon.cluster.local import LocalWorkers
 from ratoon.cluster.messages import SpotResult
-from ratoon.config.rl import Algorithm, RLConfig
-from ratoon.loop.order import Group, make_groups, prompts_of_step
+from ratoon.config.rl import RLConfig
+from ratoon.loop.drawing import Drawn, Round, joined
+from ratoon.loop.learning import learning_metrics, make_samples, with_advantages
+from ratoon.loop.order import Group, make_groups, next_prompts
 from ratoon.loop.rollout import DrafterLedger, Rollout, RolloutResult, train_drafter_steps
 from ratoon.loop.scoring import Scorer
 from ratoon.models.tokenizer import Tokenizer
@@ -17,14 +19,13 @@ from ratoon.observe.observer import Observer
 from ratoon.observe.sinks import Values
 from ratoon.observe.timeline import Activity
 from ratoon.records import Prompt, SamplingParams, Stream
-from ratoon.rl.advantages import group_advantages
+from ratoon.rl.dynamic_sampling import DynamicSampling
 from ratoon.rl.rewards.pool import RewardPool, RewardResult
-from ratoon.training.samples import Sample
 
 
 @dataclass(slots=True)
 class RunContext:
-    """What every step of a run works with."""
+    """What every step of a run works with; `prompts_drawn` is its place in the training data."""
 
     config: RLConfig
     tokenizer: Tokenizer
@@ -35,13 +36,15 @@ class RunContext:
     observer: Observer
     ledger: DrafterLedger
     has_drafter: bool = False
+    prompts_drawn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """A step's rollout and its times in seconds."""
+    """A step's rollout, the groups of each of its rounds, and its times in seconds."""
 
     rollout: RolloutResult
+    rounds: tuple[tuple[Group, ...], ...]
     rollout_s: float
     reward_s: float
     update_s: float
@@ -52,51 +55,43 @@ class StepOutcome:
 def rl_step(run: RunContext, step: int) -> StepOutcome:
     """Do step `step` (from 1) and report it."""
     config, observer, clock = run.config, run.observer, run.observer.clock
-    algorithm = config.algorithm
     started = clock.now()
-    prompts = prompts_of_step(run.train, step, algorithm.prompts_per_step, config.seed)
-    groups = make_groups(
-        prompts,
-        seed=config.seed,
-        stream=Stream.TRAIN,
-        round_index=step,
-        group_size=algorithm.group_size,
-        max_tokens=config.sampling.max_tokens,
-        eos_ids=run.tokenizer.eos_ids,
-        params=SamplingParams(temperature=config.sampling.temperature),
-        stop_strings=config.sampling.stop_strings,
-    )
-    scorer = Scorer(
-        run.pool, run.tokenizer, prompts, keep_stop_string=config.sampling.keep_stop_string
-    )
-    rollout = draw(run, groups, step, scorer)
-    rolled_out = clock.now()
-    results = scorer.results(rollout.completions)
+    drawn = draw_groups(run, step)
+    rollout = joined([part.rollout for part in drawn.rounds])
     scored = clock.now()
     sessions = rollout.spot
     if run.has_drafter and config.spot.deterministic_steps is not None:
         sessions = (train_drafter_steps(run.workers, run.ledger),)
-    samples = make_samples(rollout, results, algorithm)
     update_started = clock.now()
+    completions, rewards = drawn.learned()
+    samples = make_samples(completions, config.algorithm)
+    divergences = None
+    if config.algorithm.penalises_rewards:
+        divergences = run.workers.call_all("divergences", samples=samples)[0]
+    samples = with_advantages(samples, rewards, config.algorithm, divergences)
     updates = run.workers.call_all("update_policy", samples=samples)
     updated = clock.now()
     add_spans(run, "update", update_started, updated, step)
     run.workers.call_all("serve_policy", version=step)
     ended = clock.now()
     add_spans(run, "weights", updated, ended, step)
+    run.prompts_drawn += sum(len(part.groups) for part in drawn.rounds)
     outcome = StepOutcome(
         rollout=rollout,
-        rollout_s=rolled_out - started,
-        reward_s=scored - rolled_out,
+        rounds=tuple(part.groups for part in drawn.rounds),
+        rollout_s=scored - started - drawn.reward_s(),
+        reward_s=drawn.reward_s(),
         update_s=updated - update_started,
         weights_s=ended - updated,
         total_s=ended - started,
     )
-    observer.completions("train", step, scorer.records(rollout.completions, results))
+    observer.completions("train", step, drawn.records())
     observer.metrics(
         step,
         {
-            **reward_metrics(results, groups),
+            **reward_metrics(drawn.results()),
+            **drawn.metrics(),
+            **learning_metrics(samples, divergences),
             **rollout_metrics(rollout, len(run.workers), sessions),
             **updates[0],
             "time/step_s": outcome.total_s,
@@ -109,8 +104,44 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
     return outcome
 
 
+def draw_groups(run: RunContext, step: int) -> Drawn:
+    """Draw and score the step's groups, round after round, in data order; see `DynamicSampling`."""
+    config, clock = run.config, run.observer.clock
+    sampling = DynamicSampling(
+        config.algorithm.prompts_per_step, config.algorithm.max_sampling_rounds
+    )
+    rounds: list[Round] = []
+    position = run.prompts_drawn
+    while count := sampling.missing:
+        prompts = next_prompts(run.train, position, count, config.seed)
+        position += count
+        groups = make_groups(
+            prompts,
+            seed=config.seed,
+            stream=Stream.TRAIN,
+            round_index=step,
+            group_size=config.algorithm.group_size,
+            max_tokens=config.sampling.max_tokens,
+            eos_ids=run.tokenizer.eos_ids,
+            params=SamplingParams(temperature=config.sampling.temperature),
+            stop_strings=config.sampling.stop_strings,
+            attempt=len(rounds),
+        )
+        scorer = Scorer(
+            run.pool, run.tokenizer, prompts, keep_stop_string=config.sampling.keep_stop_string
+        )
+        rollout = draw(run, groups, step, scorer)
+        rolled_out = clock.now()
+        results = scorer.results(rollout.completions)
+        reward_s = clock.now() - rolled_out
+        records = scorer.records(rollout.completions, results)
+        rounds.append(Round(tuple(groups), rollout, tuple(results), tuple(records), reward_s))
+        sampling.add(rounds[-1].rewards())
+    return Drawn(tuple(rounds), tuple(sampling.chosen()))
+
+
 def draw(run: RunContext, groups: Sequence[Group], step: int, scorer: Scorer) -> RolloutResult:
-    """Generate a step's responses; idle workers train the drafter, if there is one.
+    """Generate a round's responses; idle workers train the drafter, if there is one.
 
     With a fixed number of drafter steps all groups are handed out at once, so that which worker
     has which responses does not depend on time.
@@ -136,44 +167,9 @@ def add_spans(run: RunContext, activity: Activity, start: float, end: float, ste
         run.observer.span(f"worker {index}", activity, start, end, step=step)
 
 
-def make_samples(
-    rollout: RolloutResult, results: Sequence[RewardResult], algorithm: Algorithm
-) -> list[Sample]:
-    """Responses with their advantages, in the order of the requests.
-
-    A prompt that is drawn twice in a step has two groups.
-    """
-    group_size = algorithm.group_size
-    completions = rollout.completions
-    groups = [
-        (completion.key.dataset, completion.key.row, completion.key.sample // group_size)
-        for completion in completions
-    ]
-    advantages = group_advantages(
-        [result.score for result in results],
-        groups,
-        algorithm=algorithm.name,
-    )
-    return [
-        Sample(
-            prompt_ids=completion.prompt_ids,
-            token_ids=completion.token_ids,
-            advantage=advantage,
-            group=group,
-            engine_logprobs=completion.logprobs,
-        )
-        for completion, advantage, group in zip(completions, advantages, groups, strict=True)
-    ]
-
-
-def reward_metrics(results: Sequence[RewardResult], groups: Sequence[Sequence[object]]) -> Values:
+def reward_metrics(results: Sequence[RewardResult]) -> Values:
     """Mean, spread and parts of the step's rewards."""
     scores = [result.score for result in results]
-    constant, start = 0, 0
-    for group in groups:
-        members = scores[start : start + len(group)]
-        start += len(group)
-        constant += min(members) == max(members)
     parts: dict[str, list[float]] = {}
     for result in results:
         for name, value in result.parts.items():
@@ -182,7 +178,6 @@ def reward_metrics(results: Sequence[RewardResult], groups: Sequence[Sequence[ob
         "reward/mean": statistics.fmean(scores),
         "reward/std": statistics.pstdev(scores),
         "reward/errors": sum(result.failure is not None for result in results),
-        "reward/constant_groups_frac": constant / len(groups),
         **{f"reward/part/{name}": statistics.fmean(values) for name, values in parts.items()},
     }
 

@@ -27,11 +27,34 @@ METRICS: dict[str, Metric] = {
     "response/tokens_max": Metric("tokens", "Length of the step's longest response"),
     "response/cut_frac": Metric("", "Share of responses that ended at the length limit"),
     "response/count": Metric("responses", "Responses of the step"),
-    "policy/loss": Metric("", "Policy-gradient loss, with the KL term if there is one"),
+    "sampling/rounds": Metric("rounds", "Rounds of drawing prompts that the step took"),
+    "sampling/resampled_groups": Metric(
+        "groups", "Groups with equal rewards that the next prompts' replaced"
+    ),
+    "sampling/constant_groups": Metric(
+        "groups", "Groups with equal rewards among those that the step learns from"
+    ),
+    "advantage/std": Metric("", "Standard deviation of the responses' mean advantages"),
+    "advantage/min": Metric("", "Smallest mean advantage of a response"),
+    "advantage/max": Metric("", "Largest mean advantage of a response"),
+    "advantage/masked_frac": Metric("", "Share of responses that are not learned from"),
+    "policy/loss": Metric("", "Policy-gradient loss, with the KL term and the entropy bonus"),
     "policy/kl": Metric("nats/token", "Estimated divergence from the first policy"),
-    "policy/entropy": Metric("nats/token", "Entropy of the policy over its own responses"),
+    "policy/entropy": Metric(
+        "nats/token",
+        "Entropy of the policy over its own responses; exact with an entropy bonus, else estimated",
+    ),
     "policy/grad_norm": Metric("", "Gradient norm before clipping"),
     "policy/clip_frac": Metric("", "Share of tokens whose ratio was clipped"),
+    "policy/clip_low_frac": Metric("", "Share of tokens whose ratio was clipped from below"),
+    "policy/clip_high_frac": Metric("", "Share of tokens whose ratio was clipped from above"),
+    "policy/approx_kl": Metric(
+        "nats/token", "Estimated divergence of the policy before the update from it now (k3)"
+    ),
+    "policy/mismatch_weight_mean": Metric(
+        "", "Mean weight of tokens by trainer over engine probability; 1 where bits are equal"
+    ),
+    "policy/mismatch_capped_frac": Metric("", "Share of tokens whose weight was cut at the cap"),
     "policy/ratio_mean": Metric("", "Mean ratio of new to old probability"),
     "policy/tokens": Metric("tokens", "Tokens of the update, prompts included"),
     "policy/tokens_per_s": Metric("tokens/s", "Update speed, all workers together"),

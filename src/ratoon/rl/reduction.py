@@ -20,7 +20,7 @@ Reduction = Literal["token_mean", "sequence_mean", "constant"]
 def response_weights(
     lengths: Sequence[int], reduction: Reduction, *, max_tokens: int | None = None
 ) -> list[float]:
-    """Weight of each token of each response, given the lengths of all responses of the step.
+    """Weight of each token of each response, given the lengths of all that the step learns from.
 
     token_mean:    1 / (all tokens), every token counts the same (DAPO);
     sequence_mean: 1 / (responses * own length), every response counts the same (GRPO's paper);
@@ -43,6 +43,13 @@ def response_weights(
             f"allowed, which must be at least the longest seen, {max(lengths)}"
         )
     return [1.0 / (len(lengths) * max_tokens)] * len(lengths)
+
+
+def response_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Mean over each response's tokens of `values [N]`, given for each of its tokens: `[N]`."""
+    repeats = torch.tensor(lengths, device=values.device)
+    means = torch.segment_reduce(values, "mean", lengths=repeats)
+    return means.repeat_interleave(repeats, output_size=len(values))
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ratoon.models.decoder import Decoder
 from ratoon.models.fused import sum_dtype
 from ratoon.models.packing import micro_batches
 from ratoon.training.data_parallel import DataParallel
-from ratoon.training.logprobs import token_log_probs
+from ratoon.training.logprobs import token_log_probs, token_log_probs_and_entropies
 from ratoon.training.lora import LoRASettings, LoRAWeights
 from ratoon.training.master_weights import MasterWeights
 from ratoon.training.optimizer import OptimizerSettings, learning_rate
@@ -116,15 +116,24 @@ class TrainerCore:
 
     def log_probs(self, batch: TokenBatch, decoder: Decoder | None = None) -> Tensor:
         """Log-probabilities `[N]` of the batch's targets under the policy, or another decoder."""
-        model = self.compute if decoder is None else decoder
-        hidden, _ = model(batch.packed)
         return token_log_probs(
-            hidden.index_select(0, batch.rows),
-            model.head_weight,
-            batch.targets,
+            *self._predictions(batch, self.compute if decoder is None else decoder),
             temperature=self.temperature,
             vocab_limit=self.vocab_limit,
         )
+
+    def log_probs_and_entropies(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """The policy's log-probabilities, and the entropies `[N]` of the same predictions."""
+        return token_log_probs_and_entropies(
+            *self._predictions(batch, self.compute),
+            temperature=self.temperature,
+            vocab_limit=self.vocab_limit,
+        )
+
+    def _predictions(self, batch: TokenBatch, model: Decoder) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states `[N, D]` that predict, the head, and what came `[N]`."""
+        hidden, _ = model(batch.packed)
+        return hidden.index_select(0, batch.rows), model.head_weight, batch.targets
 
     def step(self) -> StepStats:
         """Sum gradients over workers, clip, update the masters and the compute copy.

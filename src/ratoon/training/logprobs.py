@@ -64,6 +64,23 @@ def token_log_probs(
     )
 
 
+def token_log_probs_and_entropies(
+    hidden: Tensor,
+    head_weight: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_limit: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_log_probs` with the exact entropy in nats of each row's distribution, both `[R]`.
+
+    Arguments, bits and cost as there; backward reads the buffer once more.
+    """
+    limit = head_weight.shape[0] if vocab_limit is None else vocab_limit
+    both = _TokenLogProbsAndEntropies.apply(hidden, head_weight, ids, temperature, limit)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], both)
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """d log p(id) / d logits = (onehot(id) - p) / temperature."""
 
@@ -93,10 +110,57 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
+class _TokenLogProbsAndEntropies(torch.autograd.Function):
+    """As `_TokenLogProbs`, and d H / d logits = -p (log p + H) / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, limit: int
+    ) -> tuple[Tensor, Tensor]:
+        entropies = torch.empty(ids.shape, dtype=sum_dtype(hidden.dtype), device=hidden.device)
+        logprobs, probs = _forward(
+            hidden, weight, ids, temperature, limit, keep=True, entropies=entropies
+        )
+        ctx.save_for_backward(hidden, weight, ids, logprobs, entropies, probs)
+        ctx.temperature = temperature
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor, grad_entropies: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, ids, logprobs, entropies, buffer = ctx.saved_tensors
+        blocks = [
+            part.split(_SOFTMAX_ROWS)
+            for part in (buffer, ids, logprobs, entropies, grad, grad_entropies)
+        ]
+        for block, block_ids, logp, entropy, to_logp, to_entropy in zip(*blocks, strict=True):
+            probs = block.to(logprobs.dtype)
+            wide = torch.xlogy(probs, probs).addcmul_(probs, entropy[:, None])
+            wide.mul_(-to_entropy[:, None]).addcmul_(probs, -to_logp[:, None])
+            at_id = -to_logp * logp.expm1() - to_entropy * logp.exp() * (logp + entropy)
+            wide.scatter_(1, block_ids[:, None], at_id[:, None])
+            block.copy_(wide.div_(ctx.temperature))
+        grad_hidden = buffer @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_grad(buffer, hidden, weight) if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_weight, None, None, None
+
+
 def _forward(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, limit: int, *, keep: bool
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float,
+    limit: int,
+    *,
+    keep: bool,
+    entropies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `[R]` and the `[R, V]` buffer: probabilities if `keep`, else logits."""
+    """Log-probabilities `[R]` and the `[R, V]` buffer: probabilities if `keep`, else logits.
+
+    `entropies [R]` are written if given.
+    """
     dtype = sum_dtype(hidden.dtype)
     buffer = even_product(hidden, weight, _EVEN_ROWS)
     logprobs = torch.empty(ids.shape, dtype=dtype, device=hidden.device)
@@ -105,6 +169,7 @@ def _forward(
     rows = min(_SOFTMAX_ROWS, max(1, len(ids)))
     scores = buffer.new_full((rows, width), -torch.inf, dtype=dtype)
     wide = torch.empty_like(scores)
+    start = 0
     for logits, block_ids, target in zip(
         buffer.split(rows), ids.split(rows), logprobs.split(rows), strict=True
     ):
@@ -114,6 +179,10 @@ def _forward(
             block.div_(temperature)
         torch.log_softmax(block, dim=-1, out=out)
         target.copy_(out.gather(1, block_ids[:, None])[:, 0])
+        if entropies is not None:
+            known = out[:, :limit]
+            entropies[start : start + len(block)] = -(known.exp() * known).sum(dim=-1)
+            start += len(block)
         if keep:
             logits[:, :limit].copy_(out.exp_()[:, :limit])
             logits[:, limit:] = 0

@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ratoon.rl.kl import kl_divergence
 from ratoon.rl.losses import PolicyLoss
 from ratoon.training.data_parallel import DataParallel
 
 _SUMS = (
-    "loss", "trained_tokens", "tokens", "ratio", "clipped", "surprisal",
-    "kl", "kl_tokens", "difference", "equal", "compared",
+    "loss", "trained_tokens", "tokens", "ratio", "clipped_low", "clipped_high", "entropy",
+    "change", "kl", "kl_tokens", "difference", "equal", "compared",
+    "mismatch", "capped", "weighted",
 )  # fmt: skip
 _MAXIMA = ("ratio", "difference")
 
@@ -25,17 +27,29 @@ class PolicyMetrics:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
-    def add(
-        self, logprobs: Tensor, policy: PolicyLoss, loss: Tensor, num_trained_tokens: int
-    ) -> None:
-        """One micro-batch: its log-probabilities `[N]`, token losses and share of the loss."""
+    def add(self, policy: PolicyLoss, loss: Tensor, num_trained_tokens: int) -> None:
+        """One micro-batch: its token losses and share of the loss."""
         self._add("loss", loss.detach())
         self._add("trained_tokens", num_trained_tokens)
-        self._add("tokens", len(logprobs))
+        self._add("tokens", len(policy.ratios))
         self._add("ratio", policy.ratios.sum())
-        self._add("clipped", policy.is_clipped.sum())
-        self._add("surprisal", -logprobs.detach().sum())
+        self._add("clipped_low", policy.clipped_low.sum())
+        self._add("clipped_high", policy.clipped_high.sum())
         self._maximum("ratio", policy.ratios.max())
+
+    def add_distribution(
+        self, logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor | None
+    ) -> None:
+        """Log-probabilities `[N]` now and before the update; exact entropies `[N]` if known."""
+        now = logprobs.detach()
+        self._add("entropy", (-now if entropies is None else entropies.detach()).sum())
+        self._add("change", kl_divergence(old_logprobs, now, "k3").sum())
+
+    def add_mismatch(self, weights: Tensor, cap: float) -> None:
+        """Weights `[N]` of the tokens by engine and trainer, cut at `cap`."""
+        self._add("mismatch", weights.sum())
+        self._add("capped", (weights == cap).sum())
+        self._add("weighted", len(weights))
 
     def add_divergence(self, divergence: Tensor) -> None:
         """Estimated divergence from the reference `[N]`."""
@@ -64,8 +78,12 @@ class PolicyMetrics:
             summary |= {
                 "policy/ratio_mean": total["ratio"] / total["tokens"],
                 "policy/ratio_max": largest["ratio"],
-                "policy/clip_frac": total["clipped"] / total["tokens"],
-                "policy/entropy": total["surprisal"] / total["tokens"],
+                "policy/clip_frac": (total["clipped_low"] + total["clipped_high"])
+                / total["tokens"],
+                "policy/clip_low_frac": total["clipped_low"] / total["tokens"],
+                "policy/clip_high_frac": total["clipped_high"] / total["tokens"],
+                "policy/approx_kl": total["change"] / total["tokens"],
+                "policy/entropy": total["entropy"] / total["tokens"],
             }
         if total["kl_tokens"]:
             summary["policy/kl"] = total["kl"] / total["kl_tokens"]
@@ -74,6 +92,11 @@ class PolicyMetrics:
                 "policy/engine_logprob_diff_mean": total["difference"] / total["compared"],
                 "policy/engine_logprob_diff_max": largest["difference"],
                 "policy/engine_logprob_equal_frac": total["equal"] / total["compared"],
+            }
+        if total["weighted"]:
+            summary |= {
+                "policy/mismatch_weight_mean": total["mismatch"] / total["weighted"],
+                "policy/mismatch_capped_frac": total["capped"] / total["weighted"],
             }
         return summary
 

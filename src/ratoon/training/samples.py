@@ -21,18 +21,27 @@ Example = tuple[Sequence[int], Sequence[int]]
 class Sample:
     """One response and how good it was.
 
-    `token_ids` are the ids that were sampled, never text encoded again. `group` tells which
-    responses share a prompt. `engine_logprobs` are the rollout engine's, to compare with the
-    trainer's.
+    `token_ids` are the ids that were sampled, never text encoded again. `advantage` is one number
+    for all of them, or one for each. `group` tells which responses share a prompt.
+    `engine_logprobs` are the rollout engine's, to compare with the trainer's. A masked response is
+    not learned from, and counts in no mean.
 
     Example: `Sample(prompt_ids=(5, 9), token_ids=(7, 2), advantage=0.5, group=("arith", 41))`
     """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    advantage: float
+    advantage: float | tuple[float, ...]
     group: Hashable = None
     engine_logprobs: tuple[float, ...] | None = None
+    is_masked: bool = False
+
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """One advantage for each token."""
+        if isinstance(self.advantage, tuple):
+            return self.advantage
+        return (self.advantage,) * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
