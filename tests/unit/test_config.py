@@ -129,7 +129,7 @@ def test_an_algorithm_brings_its_own_defaults_which_a_file_or_an_override_may_ch
         ("algorithm={name: rloo, scale_rewards: none}", ["scale_rewards", "scale of its own"]),
         (
             "algorithm={name: reinforce_plus_plus, max_sampling_rounds: 2}",
-            ["max_sampling_rounds = 2", "not compared in groups"],
+            ["max_sampling_rounds = 2", "compares no groups"],
         ),
         ("algorithm.importance_sampling_cap=1", ["importance_sampling_cap", "greater than 1"]),
         ("algorithm.kl_estimator=k1", ["kl_estimator", "no effect", "kl_coef"]),

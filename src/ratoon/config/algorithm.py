@@ -103,7 +103,7 @@ class Algorithm(Settings):
         if self.name not in _GROUP_RELATIVE:
             self._forbid(f"{self.name} has a scale of its own", "scale_rewards")
         if self.name == "reinforce_plus_plus":
-            self._forbid("its responses are not compared in groups", "max_sampling_rounds")
+            self._forbid(f"{self.name} compares no groups", "max_sampling_rounds")
         if self.kl_coef == 0:
             self._forbid("algorithm.kl_coef is 0", "kl_estimator", "kl_in")
         if self.epochs * self.minibatches == 1:
