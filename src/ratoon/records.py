@@ -107,7 +107,7 @@ class Prompt:
     """One row of a data set. `(dataset, row)` is its uid.
 
     `ids` is the tokenised prompt as the policy sees it; `answer` and `fields` are what rewards
-    may look at.
+    may look at. `messages` is the conversation where the row holds one instead of plain text.
     """
 
     dataset: str
@@ -116,3 +116,4 @@ class Prompt:
     ids: tuple[int, ...]
     answer: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] | None = None

@@ -18,6 +18,7 @@ from ratoon.errors import CapabilityError, ConfigError, DataError
 from ratoon.models.tiny import make_tiny_model
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.rl.rewards import build_rewards
+from ratoon.rl.rewards.base import Response
 
 ARITHMETIC = {"kind": "arithmetic", "size": 40, "seed": 3, "min_terms": 2, "max_terms": 9}
 STYLE = PromptStyle()
@@ -188,8 +189,8 @@ def test_generated_prompts_are_judged_right_by_the_number_reward(tokenizer: Toke
         assert prompt.ids == example.prompt_ids
         assert (prompt.dataset, prompt.row) == (example.dataset, example.row)
         solution = tokenizer.decode(example.completion_ids)
-        assert rewards.parts(prompt, solution) == {"number": 1.0}
-        assert rewards.parts(prompt, solution + "1") == {"number": 0.0}
+        assert rewards.parts(prompt, Response(solution)) == {"number": 1.0}
+        assert rewards.parts(prompt, Response(solution + "1")) == {"number": 0.0}
         assert example.completion_ids[-1] == tokenizer.end_id
 
 
@@ -221,8 +222,9 @@ def test_gym_tasks_bring_what_their_scorer_needs(tokenizer: Tokenizer) -> None:
     assert [(p.dataset, p.row) for p in prompts] == [("chain_sum/train", row) for row in range(5)]
     rewards = build_rewards([{"kind": "reasoning_gym", "strict": True}])
     rewards.check(prompts)
-    assert rewards.parts(prompts[0], f"Answer: {prompts[0].answer}") == {"reasoning_gym": 1.0}
-    assert rewards.parts(prompts[0], "Answer: 1x") == {"reasoning_gym": 0.0}
+    right, wrong = Response(f"Answer: {prompts[0].answer}"), Response("Answer: 1x")
+    assert rewards.parts(prompts[0], right) == {"reasoning_gym": 1.0}
+    assert rewards.parts(prompts[0], wrong) == {"reasoning_gym": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -261,4 +263,5 @@ def test_word_problems_load_from_their_published_files(
     rewards.check(prompts)
     for prompt in prompts:
         gold = (prompt.answer or "").rpartition("#### ")[2]
-        assert rewards.parts(prompt, f"So the answer is {gold}.") == {"number": 1.0}
+        parts = rewards.parts(prompt, Response(f"So the answer is {gold}."))
+        assert parts == {"number": 1.0}

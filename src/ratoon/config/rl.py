@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from ratoon.config.algorithm import Algorithm
 from ratoon.config.base import Items, Name, PathText, Settings, forbid_without_effect, require
-from ratoon.config.data import Reward, RewardRuntime, RLData
+from ratoon.config.data import RLData
+from ratoon.config.rewards import Reward, RewardRuntime, check_rewards
 from ratoon.config.speculation import Drafter, Speculation, Spot
 from ratoon.config.training import (
     Checkpoints,
@@ -234,6 +235,7 @@ class RLConfig(Settings):
         )
         if self.data.eval is None:
             forbid_without_effect("evaluation", self.evaluation, "data.eval is null")
+        check_rewards(self.rewards, self.reward_runtime, self.sampling.max_tokens)
         if any(reward.kind == "reasoning_gym" for reward in self.rewards):
             require(
                 self.data.train.kind == "reasoning_gym",

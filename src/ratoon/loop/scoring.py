@@ -38,7 +38,7 @@ class Scorer:
         key = completion.key
         text = self._text_of(completion)
         self._texts[key] = text
-        self._pool.submit(key, self.prompt_of(completion), text)
+        self._pool.submit(key, self.prompt_of(completion), text, len(completion.token_ids))
         self._collect(self._pool.poll())
 
     def _text_of(self, completion: Completion) -> str:

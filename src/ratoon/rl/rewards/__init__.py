@@ -8,17 +8,25 @@ from typing import Any
 
 from ratoon.errors import ConfigError
 from ratoon.rl.rewards.base import Reward, RewardSum, Term
+from ratoon.rl.rewards.choice import ChoiceReward
+from ratoon.rl.rewards.code import CodeReward
 from ratoon.rl.rewards.exact import ExactReward
 from ratoon.rl.rewards.format import FormatReward
 from ratoon.rl.rewards.gym import GymReward
+from ratoon.rl.rewards.length import LengthReward
+from ratoon.rl.rewards.math_verify import MathVerifyReward
 from ratoon.rl.rewards.number import NumberReward
 from ratoon.rl.rewards.python import PythonReward
 
 REWARDS: dict[str, Callable[..., Reward]] = {
     "number": NumberReward,
     "exact": ExactReward,
+    "math_verify": MathVerifyReward,
+    "choice": ChoiceReward,
     "format": FormatReward,
+    "length": LengthReward,
     "reasoning_gym": GymReward,
+    "code": CodeReward,
     "python": PythonReward,
 }
 

@@ -11,8 +11,19 @@ from ratoon.errors import RewardError
 from ratoon.records import Prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What is judged: decoded text without special tokens, and its length where it is known."""
+
+    text: str
+    num_tokens: int | None = None
+
+
 class Reward:
-    """Judges one response. Frozen and picklable: it travels to worker processes."""
+    """Judges one response. Frozen and picklable: it travels to worker processes.
+
+    A kind defines `__call__`, or `score` if text alone is not enough for it.
+    """
 
     def load(self) -> None:
         """Import what scoring needs; called once in each process before the first score.
@@ -32,6 +43,10 @@ class Reward:
     def __call__(self, prompt: Prompt, text: str) -> float:
         """Score `text`, the decoded response without special tokens."""
         raise NotImplementedError
+
+    def score(self, prompt: Prompt, response: Response) -> float:
+        """Score the response."""
+        return self(prompt, response.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +75,15 @@ class RewardSum:
             for term in self.terms:
                 term.reward.check(prompt)
 
-    def parts(self, prompt: Prompt, text: str) -> dict[str, float]:
+    def parts(self, prompt: Prompt, response: Response) -> dict[str, float]:
         """The unweighted score of each term.
 
         Raises:
             RewardError: if a term returns something that is not a finite number.
         """
         return {
-            term.name: finite_score(term.reward(prompt, text), term.name) for term in self.terms
+            term.name: finite_score(term.reward.score(prompt, response), term.name)
+            for term in self.terms
         }
 
     def total(self, parts: dict[str, float]) -> float:

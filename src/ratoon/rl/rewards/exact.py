@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 from ratoon.errors import DataError
 from ratoon.records import Prompt
+from ratoon.rl.rewards.answers import final_answer
 from ratoon.rl.rewards.base import Reward
 
 
 @dataclass(frozen=True, slots=True)
 class ExactReward(Reward):
-    """1 if the response, without outer white space, is the answer, else 0."""
+    r"""1 if the response, without outer white space, is the answer, else 0.
+
+    Attributes:
+        final: compare the response's final answer (`<answer>`, `\boxed{}`, `Answer:`) instead.
+    """
+
+    final: bool = False
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a prompt without an answer."""
@@ -23,4 +30,5 @@ class ExactReward(Reward):
 
     def __call__(self, prompt: Prompt, text: str) -> float:
         """Compare character by character."""
-        return float(prompt.answer is not None and text.strip() == prompt.answer.strip())
+        said = final_answer(text) if self.final else text.strip()
+        return float(prompt.answer is not None and said == prompt.answer.strip())

@@ -17,7 +17,7 @@ from typing import Literal, Self
 
 from ratoon.errors import RewardError
 from ratoon.records import Prompt
-from ratoon.rl.rewards.base import RewardSum
+from ratoon.rl.rewards.base import Response, RewardSum
 from ratoon.rl.rewards.worker import Failed, FailureKind, Outcome, RewardWorker
 
 _START_TIMEOUT_S = 120.0
@@ -43,7 +43,7 @@ class _Task:
     index: int
     key: Hashable
     prompt: Prompt
-    text: str
+    response: Response
 
 
 class RewardPool:
@@ -112,17 +112,20 @@ class RewardPool:
         with self._lock:
             return tuple(worker.pid for worker in self._workers if not worker.has_ended)
 
-    def submit(self, key: Hashable, prompt: Prompt, text: str) -> None:
+    def submit(
+        self, key: Hashable, prompt: Prompt, text: str, num_tokens: int | None = None
+    ) -> None:
         """Queue one response; returns at once.
 
         Args:
             key: comes back with the result.
             prompt: what was asked.
             text: the decoded response, without special tokens.
+            num_tokens: its length, for rewards that judge that.
         """
         if self._is_closing:
             raise RewardError("The reward pool is closed.")
-        task = _Task(self._num_submitted, key, prompt, text)
+        task = _Task(self._num_submitted, key, prompt, Response(text, num_tokens))
         self._num_submitted += 1
         self._pending.add(task.index)
         self._tasks.put(task)
@@ -224,7 +227,7 @@ class RewardPool:
                 if worker.has_ended:
                     worker = self._start_worker()
                     worker.wait_ready(_START_TIMEOUT_S)
-                outcome = worker.score(task.prompt, task.text)
+                outcome = worker.score(task.prompt, task.response)
             except Exception as error:  # noqa: BLE001 - handed to the caller by `poll`
                 if self._is_closing:
                     return

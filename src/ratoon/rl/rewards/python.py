@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +15,12 @@ from typing import Any
 from ratoon.errors import ConfigError
 from ratoon.records import Prompt
 from ratoon.rl.rewards.base import Reward
-
-# What it returns is checked when it is called.
-UserFunction = Callable[[str, str | None, dict[str, Any]], Any]
+from ratoon.rl.rewards.signatures import Judge, judge_of
 
 
 @dataclass(frozen=True, slots=True)
 class PythonReward(Reward):
-    """`function(response, answer, fields)` of a file or an importable module.
+    """A function of a file or an importable module; see `signatures` for what it may take.
 
     Attributes:
         function: `path/to/file.py:name` (its folder becomes importable) or `package.module:name`.
@@ -35,18 +32,18 @@ class PythonReward(Reward):
         """Import the function.
 
         Raises:
-            ConfigError: if that fails, or it does not take three arguments, with the reason.
+            ConfigError: if that fails, or it cannot be called with a response, with the reason.
         """
-        _import_function(self.function)
+        _import_judge(self.function)
 
     def __call__(self, prompt: Prompt, text: str) -> float:
         """Call the function; its value is returned as it is."""
-        value: float = _import_function(self.function)(text, prompt.answer, dict(prompt.fields))
+        value: float = _import_judge(self.function)(prompt, text)
         return value
 
 
 @cache
-def _import_function(target: str) -> UserFunction:
+def _import_judge(target: str) -> Judge:
     where, _, name = target.rpartition(":")
     if not where or not name.isidentifier():
         raise ConfigError(
@@ -60,28 +57,11 @@ def _import_function(target: str) -> UserFunction:
             f"Reward function {target!r}: {where} cannot be imported "
             f"({type(error).__name__}: {error})."
         ) from error
-    function: UserFunction | None = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         found = "is no function" if hasattr(module, name) else "does not exist"
         raise ConfigError(f"Reward function {target!r}: {name} {found} in {where}.")
-    _check_arguments(target, function)
-    return function
-
-
-def _check_arguments(target: str, function: UserFunction) -> None:
-    """Raise ConfigError for a function that cannot be called with a response."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        # Some functions written in C do not tell.
-        return
-    try:
-        signature.bind("response", "answer", {})
-    except TypeError as error:
-        raise ConfigError(
-            f"Reward function {target!r} takes {signature}, but is called with "
-            f"(response, answer, fields): {error}. Give it three positional parameters."
-        ) from None
+    return judge_of(function, target)
 
 
 def _import_module(name: str) -> ModuleType:

@@ -21,7 +21,7 @@ from typing import Literal
 from ratoon.errors import RatoonError, RewardError
 from ratoon.processes import end_with_parent, hold_interrupts
 from ratoon.records import Prompt
-from ratoon.rl.rewards.base import RewardSum
+from ratoon.rl.rewards.base import Response, RewardSum
 
 FailureKind = Literal["raised", "not_a_number", "timeout", "died"]
 # Beyond its time limit a worker whose parent is gone ends itself after so many seconds.
@@ -98,10 +98,10 @@ class RewardWorker:
             self.kill()
             raise
 
-    def score(self, prompt: Prompt, text: str) -> Outcome:
+    def score(self, prompt: Prompt, response: Response) -> Outcome:
         """Score one response; a worker that hangs is killed. Blocks up to the time limit."""
         try:
-            self._connection.send((prompt, text))
+            self._connection.send((prompt, response))
             if not self._connection.poll(self._timeout_s):
                 self.kill()
                 return Failed("timeout", f"it took longer than {self._timeout_s:g} s")
@@ -140,13 +140,13 @@ def _serve(connection: Connection, rewards: RewardSum, timeout_s: float) -> None
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - os.devnull is no path
         while True:
             try:
-                prompt, text = connection.recv()
+                prompt, response = connection.recv()
             except EOFError:
                 return
             # A C thread that needs no interpreter lock: ends even a worker whose parent is gone
             # while a regular expression runs away.
             faulthandler.dump_traceback_later(timeout_s + _GRACE_S, exit=True, file=nowhere)
-            outcome = _score(rewards, prompt, text)
+            outcome = _score(rewards, prompt, response)
             faulthandler.cancel_dump_traceback_later()
             try:
                 connection.send(outcome)
@@ -154,10 +154,10 @@ def _serve(connection: Connection, rewards: RewardSum, timeout_s: float) -> None
                 return
 
 
-def _score(rewards: RewardSum, prompt: Prompt, text: str) -> Outcome:
+def _score(rewards: RewardSum, prompt: Prompt, response: Response) -> Outcome:
     begin = time.perf_counter()
     try:
-        parts = rewards.parts(prompt, text)
+        parts = rewards.parts(prompt, response)
     except RewardError as error:
         return Failed("not_a_number", str(error))
     except Exception as error:  # noqa: BLE001 - user code; what it raised is the outcome
