@@ -144,7 +144,7 @@ def test_an_algorithm_brings_its_own_defaults_which_a_file_or_an_override_may_ch
         ),
         ("data.eval=null", ["evaluation.every", "data.eval is null"]),
         ("data.chat_template=false", ["data.system_prompt", "no effect"]),
-        ("data.train.kind=parquet", ["data.train", "'jsonl', 'reasoning_gym', 'arithmetic'"]),
+        ("data.train.kind=sqlite", ["data.train", "'jsonl', 'json', 'csv', 'parquet', 'hub'"]),
         ("data.train.min_terms=9", ["data.train", "min_terms = 9"]),
         ("data.eval.seed=0", ["data.eval is the same as data.train"]),
         ("rewards=[]", ["rewards", "at least 1"]),

@@ -54,7 +54,7 @@ def test_rows_become_prompts_whose_uid_is_their_line(tmp_path: Path, tokenizer: 
     assert [(p.dataset, p.row) for p in prompts] == [("sums/train", row) for row in (0, 2, 3)]
     assert [(p.text, p.answer) for p in prompts] == [("1+1", "2"), ("2+2", "4"), ("1/2", "0.5")]
     assert prompts[0].ids == tokenizer.prompt("1+1")
-    assert prompts[0].fields == {"level": 3}
+    assert prompts[0].fields == {"gold": "2", "level": 3}
     limited = load_prompts({**section, "limit": 2}, tokenizer, split="train", style=STYLE)
     assert limited == prompts[:2]
 
@@ -196,7 +196,7 @@ def test_generated_prompts_are_judged_right_by_the_number_reward(tokenizer: Toke
 
 def test_examples_are_read_from_mapped_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
     section = _jsonl(tmp_path / "e.jsonl", {"q": "1+1", "a": "is 2"}, {"q": "2+2", "a": "is 4"})
-    section["columns"] = {"prompt": "q", "completion": "a"}
+    section["columns"] = {"prompt": "q", "completion": "a", "messages": None}
     examples = load_examples(section, tokenizer, split="train", style=STYLE)
     assert [example.row for example in examples] == [0, 1]
     assert examples[0].prompt_ids == tokenizer.prompt("1+1")
@@ -207,7 +207,7 @@ def test_examples_are_read_from_mapped_columns(tmp_path: Path, tokenizer: Tokeni
 
 def test_an_example_without_completion_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     section = _jsonl(tmp_path / "e.jsonl", {"q": "1+1", "a": "2"}, {"q": "2+2", "a": ""})
-    section["columns"] = {"prompt": "q", "completion": "a"}
+    section["columns"] = {"prompt": "q", "completion": "a", "messages": None}
     with pytest.raises(DataError, match=r"e/train, row 1: the completion is empty"):
         load_examples(section, tokenizer, split="train", style=STYLE)
 

@@ -1,30 +1,114 @@
-"""Where prompts come from, and what counts as a good answer."""
+"""Where prompts and examples come from, and how they are shown to the model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ratoon.config.base import ExistingFile, Settings, require
-
-
-class PromptColumns(Settings):
-    """Which field of a row holds what."""
-
-    prompt: str = Field("prompt", description="Field that holds the user's message.")
-    answer: str | None = Field(
-        "answer", description="Field that holds the reference answer; null if there is none."
-    )
+from ratoon.config.base import ExistingFile, Items, Settings, require
 
 
-class JsonlPrompts(Settings):
-    """Prompts from a file with one JSON object a line; a prompt's uid is its line."""
+class JsonlFile(Settings):
+    """Rows from a file with one JSON object a line; a row's number is its line."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: ExistingFile = Field(description="The file.")
-    columns: PromptColumns = Field(PromptColumns(), description="Names of the fields to read.")
+
+
+class JsonFile(Settings):
+    """Rows from a file with one JSON list of objects."""
+
+    kind: Literal["json"] = "json"
+    path: ExistingFile = Field(description="The file.")
+
+
+class CsvFile(Settings):
+    """Rows from a CSV file whose first line names the columns."""
+
+    kind: Literal["csv"] = "csv"
+    path: ExistingFile = Field(description="The file.")
+
+
+class ParquetFile(Settings):
+    """Rows from a Parquet file (extra `parquet`)."""
+
+    kind: Literal["parquet"] = "parquet"
+    path: ExistingFile = Field(description="The file.")
+
+
+class HubSet(Settings):
+    """Rows of a data set of the Hugging Face hub (extra `hub`)."""
+
+    kind: Literal["hub"] = "hub"
+    name: str = Field(description="Its id, or a folder that the package `datasets` can load.")
+    subset: str | None = Field(None, description="One of its configurations; null = the default.")
+    split: str = Field(description="Its split, such as `train` or `test[:200]`.")
+    revision: str | None = Field(None, description="Commit, branch or tag; null = the newest.")
+
+
+def presets(names: Mapping[str, Mapping[str, Any]]) -> BeforeValidator:
+    """Puts the columns in the place of a name for them, so that a resolved file spells them out."""
+
+    def expand(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        require(
+            value in names,
+            f"columns = {value!r}: must be one of {', '.join(names)}, or a section that names "
+            "the columns",
+        )
+        return dict(names[value])
+
+    return BeforeValidator(expand)
+
+
+class PromptColumns(Settings):
+    """Which column of a row holds what; `a.b` is column b inside column a."""
+
+    prompt: str | Items[str] = Field(
+        "prompt",
+        description="Column with the user's message or a conversation (a list of messages with "
+        "`role` and `content`); several are joined by a space.",
+    )
+    answer: str | None = Field(
+        "answer", description="Column with the reference answer; null if there is none."
+    )
+
+
+PROMPT_PRESETS = {
+    "trl": {"prompt": "prompt", "answer": None},
+    "verl": {"prompt": "prompt", "answer": "reward_model.ground_truth"},
+    "openrlhf": {"prompt": "input", "answer": "label"},
+}
+
+
+class _Prompts(Settings):
+    columns: Annotated[PromptColumns, presets(PROMPT_PRESETS)] = Field(
+        PromptColumns(), description="Columns to read, or `trl`, `verl` or `openrlhf` for theirs."
+    )
     limit: int | None = Field(None, ge=1, description="Use the first rows only. Rows; null = all.")
+
+
+class JsonlPrompts(_Prompts, JsonlFile):
+    """Prompts from a file with one JSON object a line; a prompt's uid is its line."""
+
+
+class JsonPrompts(_Prompts, JsonFile):
+    """Prompts from a file with one JSON list of objects."""
+
+
+class CsvPrompts(_Prompts, CsvFile):
+    """Prompts from a CSV file whose first line names the columns."""
+
+
+class ParquetPrompts(_Prompts, ParquetFile):
+    """Prompts from a Parquet file (extra `parquet`)."""
+
+
+class HubPrompts(_Prompts, HubSet):
+    """Prompts from a data set of the Hugging Face hub (extra `hub`)."""
 
 
 class ReasoningGymPrompts(Settings):
@@ -62,7 +146,14 @@ class ArithmeticPrompts(ArithmeticRange):
 
 
 Prompts = Annotated[
-    JsonlPrompts | ReasoningGymPrompts | ArithmeticPrompts, Field(discriminator="kind")
+    JsonlPrompts
+    | JsonPrompts
+    | CsvPrompts
+    | ParquetPrompts
+    | HubPrompts
+    | ReasoningGymPrompts
+    | ArithmeticPrompts,
+    Field(discriminator="kind"),
 ]
 
 
@@ -78,6 +169,17 @@ class RLData(Settings):
         None,
         description="Wrap prompts in the model's chat template; null = where it has one, false = "
         "plain text.",
+    )
+
+    too_long: Literal["error", "drop"] = Field(
+        "error",
+        description="What a prompt does that leaves no room for the longest response: `drop` "
+        "leaves it out, and the run says how many there were.",
+    )
+    no_answer: Literal["keep", "drop"] = Field(
+        "keep",
+        description="What happens to a prompt whose answer is null or blank: a reward that needs "
+        "one refuses it, or `drop` leaves it out, and the run says how many there were.",
     )
 
     @model_validator(mode="after")

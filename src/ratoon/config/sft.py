@@ -7,8 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ratoon.config.base import ExistingFile, Name, PathText, Settings, require
-from ratoon.config.data import ArithmeticRange, check_template
+from ratoon.config.base import Name, PathText, Settings, require
+from ratoon.config.data import (
+    ArithmeticRange,
+    CsvFile,
+    HubSet,
+    JsonFile,
+    JsonlFile,
+    ParquetFile,
+    check_template,
+    presets,
+)
 from ratoon.config.training import (
     Checkpoints,
     LoRA,
@@ -21,19 +30,60 @@ from ratoon.config.training import (
 
 
 class ExampleColumns(Settings):
-    """Which field of a row holds what."""
+    """Which column of a row holds what; `a.b` is column b inside column a."""
 
-    prompt: str = Field("prompt", description="Field that holds the user's message.")
-    completion: str = Field("completion", description="Field that holds the answer to learn.")
+    prompt: str = Field(
+        "prompt", description="Column with the user's message, or a conversation up to the answer."
+    )
+    completion: str = Field("completion", description="Column with the answer to learn.")
+    messages: str | None = Field(
+        None,
+        description="Instead of both: column with a conversation, whose last turn is learned.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ExampleColumns:
+        idle = [key for key in self.changed_keys() if key != "messages"]
+        require(
+            self.messages is None or not idle,
+            f"columns.{', columns.'.join(idle)} would have no effect because columns.messages = "
+            f"{self.messages!r} holds the whole conversation; remove one of them",
+        )
+        return self
 
 
-class JsonlExamples(Settings):
+EXAMPLE_PRESETS = {
+    "trl": {"prompt": "prompt", "completion": "completion"},
+    "messages": {"messages": "messages"},
+}
+
+
+class _Examples(Settings):
+    columns: Annotated[ExampleColumns, presets(EXAMPLE_PRESETS)] = Field(
+        ExampleColumns(),
+        description="Columns to read, or `trl` (prompt and completion) or `messages`.",
+    )
+    limit: int | None = Field(None, ge=1, description="Use the first rows only. Rows; null = all.")
+
+
+class JsonlExamples(_Examples, JsonlFile):
     """Examples from a file with one JSON object a line."""
 
-    kind: Literal["jsonl"] = "jsonl"
-    path: ExistingFile = Field(description="The file.")
-    columns: ExampleColumns = Field(ExampleColumns(), description="Names of the fields to read.")
-    limit: int | None = Field(None, ge=1, description="Use the first rows only. Rows; null = all.")
+
+class JsonExamples(_Examples, JsonFile):
+    """Examples from a file with one JSON list of objects."""
+
+
+class CsvExamples(_Examples, CsvFile):
+    """Examples from a CSV file whose first line names the columns."""
+
+
+class ParquetExamples(_Examples, ParquetFile):
+    """Examples from a Parquet file (extra `parquet`)."""
+
+
+class HubExamples(_Examples, HubSet):
+    """Examples from a data set of the Hugging Face hub (extra `hub`)."""
 
 
 class ArithmeticExamples(ArithmeticRange):
@@ -42,7 +92,10 @@ class ArithmeticExamples(ArithmeticRange):
     kind: Literal["arithmetic"] = "arithmetic"
 
 
-Examples = Annotated[JsonlExamples | ArithmeticExamples, Field(discriminator="kind")]
+Examples = Annotated[
+    JsonlExamples | JsonExamples | CsvExamples | ParquetExamples | HubExamples | ArithmeticExamples,
+    Field(discriminator="kind"),
+]
 
 
 class SFTData(Settings):
@@ -57,6 +110,12 @@ class SFTData(Settings):
         None,
         description="Wrap prompts in the model's chat template; null = where it has one, false = "
         "plain text.",
+    )
+
+    too_long: Literal["error", "drop"] = Field(
+        "error",
+        description="What an example longer than `max_length` does: `drop` leaves it out, and the "
+        "run says how many there were.",
     )
 
     @model_validator(mode="after")
@@ -84,9 +143,7 @@ class SFTConfig(Settings):
     data: SFTData = Field(description="Examples.")
     epochs: int | None = Field(None, ge=1, description="Passes over the examples.")
     steps: int | None = Field(None, ge=1, description="Optimizer steps, instead of `epochs`.")
-    max_length: int = Field(
-        1024, ge=8, description="Longest example; a longer one is an error. Tokens."
-    )
+    max_length: int = Field(1024, ge=8, description="Longest example; see `data.too_long`. Tokens.")
     optimizer: SFTOptimizer = Field(SFTOptimizer(), description="The optimizer.")
     update: SFTUpdate = Field(SFTUpdate(), description="Size of a step.")
     lora: LoRA | None = Field(None, description="Train adapters; null = all weights.")

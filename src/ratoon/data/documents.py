@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from ratoon.errors import CapabilityError, DataError
+from ratoon.data.parquet import parquet_batches
+from ratoon.errors import DataError
 
 # Modules that unpack, each with an `open` of its own.
 _UNPACK: dict[str, Any] = {".xz": lzma, ".gz": gzip, ".bz2": bz2}
 _JSONL = (".jsonl", ".ndjson")
-_ROWS_AT_ONCE = 256
 
 
 def documents(paths: Sequence[Path], column: str = "text") -> Iterator[str]:
@@ -108,27 +108,9 @@ def _text_of(line: str, where: str, column: str) -> str:
 
 
 def _of_parquet(path: Path, column: str) -> Iterator[str]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise CapabilityError(
-            f"{path}: reading Parquet needs pyarrow, which is not installed; run "
-            "`pip install 'ratoon[parquet]'`, or give JSON lines"
-        ) from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        names: list[str] = file.schema_arrow.names
-        if column not in names:
-            raise DataError(
-                f"{path}: has no column {column!r}; found: {', '.join(map(repr, names))}. Name "
-                "the column that holds the text with --column."
-            )
-        batches: Iterator[Any] = file.iter_batches(_ROWS_AT_ONCE, columns=[column])
-        for batch in batches:
-            for value in batch.column(0).to_pylist():
-                if not isinstance(value, str):
-                    raise DataError(f"{path}: column {column!r} holds {value!r}, expected text.")
-                yield value
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: is damaged or no Parquet file ({error}).") from None
+    for batch in parquet_batches(path, [column]):
+        for row in batch:
+            value = row[column]
+            if not isinstance(value, str):
+                raise DataError(f"{path}: column {column!r} holds {value!r}, expected text.")
+            yield value

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from ratoon.data.arithmetic import Split, make_problems
-from ratoon.data.jsonl import read_rows, text_of
-from ratoon.data.prompts import PromptStyle, refuse_long
+from ratoon.data.columns import Messages, said_in
+from ratoon.data.prompts import PromptStyle, only_fitting, prompt_ids
+from ratoon.data.rows import KINDS as ROW_KINDS
+from ratoon.data.rows import open_rows
 from ratoon.errors import DataError
 from ratoon.models.tokenizer import Tokenizer
 
@@ -30,7 +32,7 @@ def load_examples(
     """Load and tokenise the examples that a configuration section describes.
 
     Args:
-        settings: `kind` (`"jsonl"` or `"arithmetic"`) and the arguments of that kind.
+        settings: `kind` and the arguments of that kind, as in the configuration.
         tokenizer: the policy's.
         split: names the data set; for generated problems it also decides which ones.
         style: how prompts are shown; `max_tokens` bounds prompt and completion together.
@@ -43,37 +45,46 @@ def load_examples(
     dataset, rows = _KINDS[kind](arguments, split)
     dataset = f"{dataset}/{split}"
     examples = []
-    for row, text, completion in rows:
-        prompt = tokenizer.prompt(
-            text, system=style.system_prompt, chat_template=style.chat_template
-        )
-        if not prompt:
-            raise DataError(f"{dataset}, row {row}: the prompt is empty.")
+    for row, said, completion in rows:
+        where = f"{dataset}, row {row}"
+        prompt = prompt_ids(said, tokenizer, style, where)
         if not completion:
-            raise DataError(f"{dataset}, row {row}: the completion is empty.")
+            raise DataError(f"{where}: the completion is empty.")
         examples.append(Example(dataset, row, prompt, tokenizer.completion(completion)))
-    lengths = {
-        example.row: len(example.prompt_ids) + len(example.completion_ids) for example in examples
-    }
-    refuse_long(dataset, lengths, style)
-    return examples
+    lengths = [len(example.prompt_ids) + len(example.completion_ids) for example in examples]
+    return only_fitting(dataset, examples, lengths, style)
 
 
-# A data set's name and its (row, prompt, completion) texts.
-_Texts = tuple[str, Iterator[tuple[int, str, str]]]
+# A data set's name and its rows: index, prompt, completion.
+_Texts = tuple[str, Iterator[tuple[int, str | Messages, str]]]
 
 
-def _from_jsonl(arguments: Mapping[str, Any], split: Split) -> _Texts:
-    path, columns = Path(arguments["path"]), arguments["columns"]
-    rows = read_rows(path, arguments.get("limit"))
-    return path.stem, (
-        (
-            index,
-            text_of(row, columns["prompt"], path, index),
-            text_of(row, columns["completion"], path, index),
+def _from_rows(kind: str, arguments: Mapping[str, Any], split: Split) -> _Texts:
+    found, columns = open_rows(kind, arguments), arguments["columns"]
+
+    def texts() -> Iterator[tuple[int, str | Messages, str]]:
+        for index, row in found.rows:
+            where = found.where(index)
+            if columns["messages"] is None:
+                said = said_in(row, columns["prompt"], where)
+                answer = said_in(row, columns["completion"], where)
+            else:
+                whole = said_in(row, columns["messages"], where)
+                said, answer = (whole, "") if isinstance(whole, str) else (whole[:-1], whole[-1:])
+            yield index, said, answer if isinstance(answer, str) else _last_turn(answer, where)
+
+    return found.name, texts()
+
+
+def _last_turn(messages: Messages, where: str) -> str:
+    """What the assistant says in the one message of a completion."""
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(
+            f"{where}: a conversation must end with one turn of the assistant, the one to learn, "
+            f"found: {roles}."
         )
-        for index, row in rows
-    )
+    return messages[0]["content"]
 
 
 def _from_arithmetic(arguments: Mapping[str, Any], split: Split) -> _Texts:
@@ -83,4 +94,7 @@ def _from_arithmetic(arguments: Mapping[str, Any], split: Split) -> _Texts:
     )
 
 
-_KINDS = {"jsonl": _from_jsonl, "arithmetic": _from_arithmetic}
+_KINDS: Mapping[str, Callable[[Mapping[str, Any], Split], _Texts]] = {
+    **{kind: partial(_from_rows, kind) for kind in ROW_KINDS},
+    "arithmetic": _from_arithmetic,
+}

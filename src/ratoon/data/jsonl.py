@@ -13,30 +13,24 @@ from ratoon.errors import DataError
 Row = dict[str, Any]
 
 
-def read_rows(path: Path, limit: int | None = None) -> Iterator[tuple[int, Row]]:
+def read_lines_of(path: Path) -> Iterator[tuple[int, Row]]:
     """Rows with their index; blank lines are skipped and still count.
 
     Row 0 is the first line, so a row's index never depends on the rows before it.
 
     Raises:
-        DataError: if the file is missing, holds no row, or a line is no JSON object.
+        DataError: if the file is missing, or a line is no JSON object.
     """
-    found = 0
     try:
         with path.open("rb") as file:
             for index, data in enumerate(file):
-                if limit is not None and found == limit:
-                    return
                 line = _decoded(data, path, index)
                 if line.strip():
-                    found += 1
                     yield index, _parse(line, path, index)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. Expected one JSON object a line.") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from None
-    if found == 0:
-        raise DataError(f"{path}: holds no rows. Expected one JSON object a line.")
 
 
 def _decoded(data: bytes, path: Path, index: int) -> str:
@@ -63,21 +57,3 @@ def _parse(line: str, path: Path, index: int) -> Row:
             'object such as {"prompt": ..., "answer": ...}.'
         )
     return value
-
-
-def text_of(row: Row, column: str, path: Path, index: int) -> str:
-    """The value of a column as text; numbers are written as JSON writes them.
-
-    Raises:
-        DataError: if the row lacks the column, or holds null, a list or an object there.
-    """
-    where = f"{path}, row {index} (line {index + 1})"
-    if column not in row:
-        found = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{where}: has no column {column!r}; columns found: {found}.")
-    value = row[column]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    raise DataError(f"{where}: column {column!r} holds {value!r}, expected text or a number.")

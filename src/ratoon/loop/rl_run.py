@@ -84,11 +84,14 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
         _save_products(run, folder)
         seconds = observer.clock.now() - started
         figures = _summary(run, history, numerics, seconds)
+        notes = list(run.notes)
         if 1 < first <= config.steps:
-            figures["notes"] = [
+            notes.append(
                 f"The run was resumed: times and shares are those of steps {first} to "
                 f"{config.steps}."
-            ]
+            )
+        if notes:
+            figures["notes"] = notes
         write_summary(folder.summary, figures)
 
 
@@ -100,7 +103,10 @@ def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
     check_drafter(config)
     tokenizer = load_tokenizer(config.model.path)
     check_sampling(config, tokenizer)
-    train, held_out = load_rl_prompts(config, tokenizer)
+    dropped: list[str] = []
+    train, held_out = load_rl_prompts(config, tokenizer, dropped.append)
+    for sentence in dropped:
+        observer.note(sentence)
     rewards = build_rewards([reward.model_dump() for reward in config.rewards])
     rewards.check([*train, *held_out])
     observer.phase("loading")
@@ -118,7 +124,15 @@ def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
         ):
             workers.wait_until_ready()
             yield RunContext(
-                config, tokenizer, train, held_out, workers, pool, observer, DrafterLedger()
+                config,
+                tokenizer,
+                train,
+                held_out,
+                workers,
+                pool,
+                observer,
+                DrafterLedger(),
+                notes=tuple(dropped),
             )
     finally:
         remove_folder(shared)

@@ -25,7 +25,10 @@ from ratoon.rl.rewards.pool import RewardPool, RewardResult
 
 @dataclass(slots=True)
 class RunContext:
-    """What every step of a run works with; `prompts_drawn` is its place in the training data."""
+    """What every step of a run works with.
+
+    `prompts_drawn` is its place in the training data; `notes` are for whoever reads its summary.
+    """
 
     config: RLConfig
     tokenizer: Tokenizer
@@ -37,6 +40,7 @@ class RunContext:
     ledger: DrafterLedger
     has_drafter: bool = False
     prompts_drawn: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

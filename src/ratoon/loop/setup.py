@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -108,8 +108,10 @@ def shared_bytes(config: RLConfig) -> int:
     )
 
 
-def load_rl_prompts(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
-    """Training prompts, and the held-out ones that are evaluated.
+def load_rl_prompts(
+    config: RLConfig, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Training prompts, and the held-out ones that are evaluated; `say` hears what is left out.
 
     Raises: ConfigError if more are to be evaluated than there are.
     """
@@ -118,6 +120,8 @@ def load_rl_prompts(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[Prompt
         chat_template=config.data.chat_template,
         max_tokens=config.rollout.max_length - config.sampling.max_tokens,
         limit="rollout.max_length - sampling.max_tokens",
+        say_too_long=say if config.data.too_long == "drop" else None,
+        say_no_answer=say if config.data.no_answer == "drop" else None,
     )
     train = load_prompts(config.data.train.model_dump(), tokenizer, split="train", style=style)
     if config.data.eval is None:

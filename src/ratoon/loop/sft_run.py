@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ratoon.cluster.local import LocalWorkers, remove_folder, shared_folder
@@ -28,7 +28,7 @@ def run_sft(config: SFTConfig, folder: RunFolder, observer: Observer) -> None:
     check_context("max_length", config.max_length, config.model.path)
     check_adapters(config.lora, config.model.path)
     tokenizer = load_tokenizer(config.model.path)
-    train, held_out = _load(config, tokenizer)
+    train, held_out = _load(config, tokenizer, observer.note)
     batches = list(make_batches(train, config))
     shared = shared_folder()
     try:
@@ -67,10 +67,16 @@ def _endless(examples: Sequence[Example], seed: int, epochs: int | None) -> Iter
         epoch += 1
 
 
-def _load(config: SFTConfig, tokenizer: Tokenizer) -> tuple[list[Example], list[Example]]:
+def _load(
+    config: SFTConfig, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> tuple[list[Example], list[Example]]:
     data = config.data
     style = PromptStyle(
-        data.system_prompt, data.chat_template, config.max_length, limit="max_length"
+        data.system_prompt,
+        data.chat_template,
+        config.max_length,
+        limit="max_length",
+        say_too_long=say if data.too_long == "drop" else None,
     )
     train = load_examples(data.train.model_dump(), tokenizer, split="train", style=style)
     if data.eval is None:
