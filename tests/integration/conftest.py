@@ -21,7 +21,7 @@ import faults as faulty_worker
 from lab import Faults, Lab
 
 from ratoon.cluster import local
-from ratoon.loop import rl_run, sft_run
+from ratoon.loop import eval_run, rl_run, sft_run
 from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.models.hf_io import load_decoder
 from ratoon.models.tiny import make_tiny_model
@@ -123,7 +123,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         folders.append(local.shared_folder(*args))
         return folders[-1]
 
-    for module in (rl_run, sft_run):
+    for module in (rl_run, sft_run, eval_run):
         monkeypatch.setattr(module, "shared_folder", recorded)
     before = children()
     yield

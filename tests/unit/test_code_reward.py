@@ -36,6 +36,7 @@ def test_the_code_is_the_last_block_or_all_of_the_response() -> None:
 def test_tests_are_text_or_a_list_of_texts() -> None:
     assert row_tests({"tests": "a"}, "tests") == "a"
     assert row_tests({"test_list": ["a", "b"]}, "test_list") == "a\nb"
+    assert row_tests({"imports": ["a"], "tests": "b"}, ("imports", "tests")) == "a\nb"
     assert row_tests({"tests": [1]}, "tests") == row_tests({}, "tests") == ""
     with pytest.raises(DataError, match="'tests'; columns found: level"):
         CodeReward(True).check(Prompt("set", 0, "", (1,), fields={"level": 1}))

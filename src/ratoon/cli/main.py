@@ -11,7 +11,19 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from ratoon.cli import bench, config, data, doctor, models, pretrain, quickstart, report, rl, sft
+from ratoon.cli import (
+    bench,
+    config,
+    data,
+    doctor,
+    models,
+    pretrain,
+    quickstart,
+    report,
+    rl,
+    sft,
+)
+from ratoon.cli import eval as evaluation
 from ratoon.errors import RatoonError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
@@ -35,7 +47,8 @@ class Boundary(TyperGroup):
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             _say(
-                "interrupted; `rl`, `sft` and `pretrain` go on with --resume from a checkpoint",
+                "interrupted; `rl`, `sft` and `pretrain` go on with --resume from a checkpoint, "
+                "`eval` when it is called again",
                 kind="note",
             )
             raise typer.Exit(INTERRUPTED) from None
@@ -77,6 +90,7 @@ app.command("quickstart")(quickstart.quickstart)
 app.command("rl")(rl.rl)
 app.command("sft")(sft.sft)
 app.command("pretrain")(pretrain.pretrain)
+app.command("eval")(evaluation.evaluate)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")

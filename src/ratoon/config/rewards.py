@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ratoon.config.base import Settings, require
+from ratoon.config.base import Items, Settings, require
 
 
 class _Reward(Settings):
@@ -75,8 +75,10 @@ class CodeReward(_Reward):
         False,
         description="Run what the model writes, confined; nothing is run unless this is true.",
     )
-    tests: str = Field(
-        "tests", description="Column with Python source, or a list of it, that raises on failure."
+    tests: str | Items[str] = Field(
+        "tests",
+        description="Column with Python source, or a list of it, that raises on failure; or "
+        "several such columns.",
     )
     timeout_s: float = Field(5.0, gt=0, description="Longest time of one program. Seconds.")
     memory_mb: int = Field(512, ge=64, description="Largest address space of one program. MB.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratoon.config.rl import RLConfig
+from ratoon.evals.statistics import standard_error
 from ratoon.loop.order import make_groups
 from ratoon.loop.rl_step import RunContext
 from ratoon.loop.rollout import Rollout, RolloutResult
@@ -24,17 +24,6 @@ class EvalResult:
 
     rewards: tuple[float, ...]
     rollout: RolloutResult
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean; 0 for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error of after - before over prompts."""
-    gains = [b - a for a, b in zip(before, after, strict=True)]
-    return statistics.fmean(gains), standard_error(gains)
 
 
 def stored_rewards(folder: RunFolder, step: int, samples: int) -> tuple[float, ...] | None:

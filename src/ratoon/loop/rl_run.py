@@ -15,12 +15,13 @@ import torch
 from ratoon.cluster.local import LocalWorkers, remove_folder, shared_folder
 from ratoon.config.rl import RLConfig
 from ratoon.drafter.model import choose_draft_vocabulary
+from ratoon.evals.statistics import paired_difference
 from ratoon.loop.checkpoints import (
     latest_checkpoint,
     restore,
     save_checkpoint,
 )
-from ratoon.loop.evaluation import evaluate, paired_difference, stored_rewards
+from ratoon.loop.evaluation import evaluate, stored_rewards
 from ratoon.loop.replay import Replay, replay
 from ratoon.loop.rl_step import RunContext, StepOutcome, entropy_per_token, rl_step
 from ratoon.loop.rollout import DrafterLedger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,14 @@ class CodeReward(Reward):
 
     Attributes:
         allow_code_execution: must be True: the choice is the user's.
-        tests: column with Python source, or a list of sources, that raises if the code is wrong.
+        tests: column with Python source, or a list of sources, that raises if the code is wrong;
+            or several such columns, in this order.
         timeout_s: longest time. Seconds.
         memory_mb: largest address space. MB.
     """
 
     allow_code_execution: bool = False
-    tests: str = "tests"
+    tests: str | Sequence[str] = "tests"
     timeout_s: float = 5.0
     memory_mb: int = 512
 
@@ -76,10 +77,13 @@ def code_of(text: str) -> str:
     return str(blocks[-1]) if blocks else text
 
 
-def row_tests(fields: Mapping[str, Any], column: str) -> str:
+def row_tests(fields: Mapping[str, Any], columns: str | Sequence[str]) -> str:
     """The tests as one source; empty if there are none."""
-    value = fields.get(column)
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        return ""
-    return "\n".join(parts)
+    sources: list[str] = []
+    for column in [columns] if isinstance(columns, str) else columns:
+        value = fields.get(column)
+        parts = [value] if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+            return ""
+        sources += parts
+    return "\n".join(sources)

@@ -1,0 +1,159 @@
+"""`ratoon eval`: how good a model is at tasks, and whether another is better."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Directory of the model.")],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="With commas: gsm8k, math500, svamp, multiarith, mbpp, reasoning-gym:NAME."
+        ),
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the tasks' files; see docs/evaluation.md.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Another model, to compare with on the same noise.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of responses and grades; an evaluation that was ended goes on there. "
+            "Default: runs/eval_ and the model's name."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
+    k: Annotated[str, typer.Option(help="The k of pass@k, with commas.")] = "1",
+    temperature: Annotated[
+        float, typer.Option(min=0, max=10, help="0 = the likeliest token each time.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens of this mass, in (0, 1].")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Draw from so many likeliest tokens; 0 = all.")
+    ] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest response. Default: the task's own.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="The first prompts of each task only.")
+    ] = None,
+    few_shot: Annotated[
+        int, typer.Option(min=0, help="Worked examples before each prompt (gsm8k).")
+    ] = 0,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="Instead of the tasks' own instructions.")
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option(help="Show prompts in the model's chat template, if it has one.")
+    ] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: one for each core.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Live sequences of each process.")] = 32,
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run what the model writes, confined.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
+) -> None:
+    """Evaluate a model on tasks: pass@k with standard errors, or its difference from another."""
+    from ratoon.cli.running import watching
+    from ratoon.cli.study import numbers
+    from ratoon.errors import ConfigError
+    from ratoon.evals.plan import EvalPlan
+    from ratoon.evals.tasks import find_task
+    from ratoon.loop.eval_run import Machine, run_eval
+    from ratoon.records import SamplingParams
+
+    names = [name.strip() for name in tasks.split(",")]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--tasks {tasks}: names a task twice")
+    if system_prompt is not None and not chat_template:
+        raise ConfigError("--system-prompt would have no effect with --no-chat-template")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p {top_p:g}: must lie in (0, 1]")
+    ks = numbers("--k", k)
+    if any(value != int(value) for value in ks):
+        raise ConfigError(f"--k {k}: must be whole numbers")
+    plan = EvalPlan(
+        tasks=tuple(find_task(name) for name in names),
+        data=data,
+        samples=samples,
+        ks=tuple(int(value) for value in ks),
+        params=SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k),
+        max_tokens=max_tokens,
+        limit=limit,
+        few_shot=few_shot,
+        system_prompt=system_prompt,
+        chat_template=None if chat_template else False,
+        seed=seed,
+        allow_code=allow_code_execution,
+    )
+    folder = output or Path("runs") / f"eval_{model.resolve().name}"
+    models = [model] if against is None else [model, against]
+    with watching(None) as observer:
+        record = run_eval(models, plan, folder, observer, Machine(workers, batch))
+    if as_json:
+        typer.echo(json.dumps(record, indent=2))
+        return
+    console = Console()
+    for table in _tables(record):
+        console.print(table)
+    console.print(f"responses: {folder}", soft_wrap=True, highlight=False)
+
+
+def _tables(record: dict[str, Any]) -> list[Table]:
+    tables = [_results(record["model"], record["tasks"])]
+    if "against" in record:
+        tables.append(_results(record["against"], record["against_tasks"]))
+        tables.append(_differences(record))
+    return tables
+
+
+def _results(model: str, tasks: list[dict[str, Any]]) -> Table:
+    table = _table(model)
+    passes = [key for key in tasks[0] if key.startswith("pass@") and "_" not in key]
+    for column in ("prompts", *passes, "tokens", "cut off"):
+        table.add_column(column, justify="right")
+    for task in tasks:
+        rates = [f"{task[key]:.3f} ± {task[f'{key}_stderr']:.3f}" for key in passes]
+        table.add_row(
+            task["task"],
+            f"{task['prompts']:,}",
+            *rates,
+            f"{task['tokens_mean']:,.0f}",
+            f"{task['cut_off']:.0%}",
+        )
+    return table
+
+
+def _differences(record: dict[str, Any]) -> Table:
+    table = _table(f"{record['model']} less {record['against']}")
+    for column in ("pass@1", "better", "worse"):
+        table.add_column(column, justify="right")
+    for row in record["differences"]:
+        table.add_row(
+            row["task"],
+            f"{row['difference']:+.3f} ± {row['stderr']:.3f}",
+            f"{row['better']:,}",
+            f"{row['worse']:,}",
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("task")
+    return table

@@ -1,0 +1,1 @@
+"""What models are evaluated on, and what their grades say."""
