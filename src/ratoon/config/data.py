@@ -48,7 +48,7 @@ class HubSet(Settings):
     revision: str | None = Field(None, description="Commit, branch or tag; null = the newest.")
 
 
-def presets(names: Mapping[str, Mapping[str, Any]]) -> BeforeValidator:
+def presets(columns: type[Settings], names: Mapping[str, Mapping[str, Any]]) -> BeforeValidator:
     """Puts the columns in the place of a name for them, so that a resolved file spells them out."""
 
     def expand(value: Any) -> Any:
@@ -61,7 +61,7 @@ def presets(names: Mapping[str, Mapping[str, Any]]) -> BeforeValidator:
         )
         return dict(names[value])
 
-    return BeforeValidator(expand)
+    return BeforeValidator(expand, json_schema_input_type=str | columns)
 
 
 class PromptColumns(Settings):
@@ -85,7 +85,7 @@ PROMPT_PRESETS = {
 
 
 class _Prompts(Settings):
-    columns: Annotated[PromptColumns, presets(PROMPT_PRESETS)] = Field(
+    columns: Annotated[PromptColumns, presets(PromptColumns, PROMPT_PRESETS)] = Field(
         PromptColumns(), description="Columns to read, or `trl`, `verl` or `openrlhf` for theirs."
     )
     limit: int | None = Field(None, ge=1, description="Use the first rows only. Rows; null = all.")

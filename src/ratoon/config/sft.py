@@ -59,7 +59,7 @@ EXAMPLE_PRESETS = {
 
 
 class _Examples(Settings):
-    columns: Annotated[ExampleColumns, presets(EXAMPLE_PRESETS)] = Field(
+    columns: Annotated[ExampleColumns, presets(ExampleColumns, EXAMPLE_PRESETS)] = Field(
         ExampleColumns(),
         description="Columns to read, or `trl` (prompt and completion) or `messages`.",
     )

@@ -29,7 +29,7 @@ from ratoon.evals.tasks import Task, default_style, load_task
 from ratoon.loop.order import Group, make_groups
 from ratoon.loop.rollout import DrafterLedger, Rollout
 from ratoon.loop.scoring import Scorer
-from ratoon.loop.setup import load_tokenizer, num_workers
+from ratoon.loop.setup import load_tokenizer, num_workers, report_numerics
 from ratoon.models.compute_dtype import fast_dtype
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
@@ -203,6 +203,9 @@ def _evaluate(
         observer.phase(f"loading {subject.path.name}")
         length = max(job.length for job in missing)
         with _started(subject, plan, length, machine) as workers:
+            report_numerics(
+                workers, observer, "with another --batch rounding may flip a token now and then"
+            )
             for job in missing:
                 observer.phase(f"{job.task.name} with {subject.path.name}")
                 draw = partial(_draw, workers, observer, machine.batch)

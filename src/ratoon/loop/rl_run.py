@@ -32,6 +32,7 @@ from ratoon.loop.setup import (
     check_sampling,
     load_rl_prompts,
     load_tokenizer,
+    report_numerics,
     rl_specs,
     shared_bytes,
 )
@@ -62,7 +63,9 @@ def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
     started = observer.clock.now()
     config = with_dtype(config)
     with _context(config, observer) as run:
-        numerics = _report_numerics(run)
+        numerics = report_numerics(
+            run.workers, observer, "a replay counts the tokens that rounding flips"
+        )
         history = _History()
         first = _begin(run, folder, history)
         observer.phase("RL", config.steps, done=first - 1)
@@ -137,19 +140,6 @@ def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
             )
     finally:
         remove_folder(shared)
-
-
-def _report_numerics(run: RunContext) -> str:
-    """`invariant` if every worker proved it, else `tolerant`, said aloud."""
-    failures = [item["failures"] for item in run.workers.descriptions if item["failures"]]
-    if failures:
-        run.observer.note(
-            f"numerics fall back to tolerant: here {len(failures[0])} checks found other bits "
-            f"for other batches (first: {failures[0][0]}); a replay counts the tokens that "
-            "rounding flips"
-        )
-    proven = all(item["numerics"] == "invariant" for item in run.workers.descriptions)
-    return "invariant" if proven else "tolerant"
 
 
 def _begin(run: RunContext, folder: RunFolder, history: _History) -> int:

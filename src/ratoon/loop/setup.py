@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from ratoon.cluster.exchange import exchange_bytes
+from ratoon.cluster.local import LocalWorkers
 from ratoon.cluster.spec import DraftingSpec, TrainingSpec, WorkerSpec
 from ratoon.config.rl import RLConfig
 from ratoon.config.training import LoRA, Workers
@@ -20,6 +21,7 @@ from ratoon.loop.evaluation import evaluation_params
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
+from ratoon.observe.observer import Observer
 from ratoon.records import Prompt
 from ratoon.sampling.stop_strings import check_stop_strings
 from ratoon.sampling.transforms import check_ids
@@ -167,3 +169,15 @@ def rl_specs(config: RLConfig, tokenizer: Tokenizer, folder: Path) -> Sequence[W
         )
         for index in range(count)
     ]
+
+
+def report_numerics(workers: LocalWorkers, observer: Observer, consequence: str) -> str:
+    """`invariant` if every worker proved it, else `tolerant`, said aloud with what follows."""
+    failures = [item["failures"] for item in workers.descriptions if item["failures"]]
+    if failures:
+        observer.note(
+            f"numerics fall back to tolerant: here {len(failures[0])} checks found other bits "
+            f"for other batches (first: {failures[0][0]}); {consequence}"
+        )
+    proven = all(item["numerics"] == "invariant" for item in workers.descriptions)
+    return "invariant" if proven else "tolerant"
