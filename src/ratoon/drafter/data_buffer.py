@@ -23,6 +23,9 @@ from ratoon.errors import ConfigError, DataError, StaleVersionError
 # A draw with less room than this is full.
 SMALLEST_SLICE = 16
 
+# Queries of a sample, and its uid: an order without ties within a step.
+_Length = tuple[int, tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
@@ -92,8 +95,11 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Version:
+    """A policy version's head rows and samples; `dropped` is the longest that had no room."""
+
     head_rows: Tensor
     entries: list[_Entry] = field(default_factory=list)
+    dropped: _Length | None = None
 
     @property
     def tokens(self) -> int:
@@ -172,8 +178,8 @@ class DataBuffer:
         """Store a finished response of the current step; return False if it teaches nothing.
 
         A sample that predicts no token (a response of zero tokens, or fewer than three tokens in
-        all) is not stored. If the buffer is full, last step's shortest samples go first, then this
-        step's earliest.
+        all) is not stored. If the buffer is full, the shortest samples go, last step's first. What
+        is kept in the end does not depend on the order of arrival.
 
         Raises: StaleVersionError for another policy version; DataError for tensors that do not fit
         together or a sample above the buffer's bound.
@@ -186,7 +192,10 @@ class DataBuffer:
         _check_sample(sample, self.max_tokens)
         if sample.num_queries < 1 or sample.prompt_len >= len(sample.ids):
             return False
-        self._versions[self._current].entries.append(_Entry(sample, self._lowest_pass()))
+        version, entry = self._versions[self._current], _Entry(sample, self._lowest_pass())
+        if version.dropped is not None and _length(entry) < version.dropped:
+            return False
+        version.entries.append(entry)
         while self.tokens > self.max_tokens:
             self._evict()
         self._strata = None
@@ -216,13 +225,17 @@ class DataBuffer:
         return slices
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything a resumed run needs to draw the same slices: tensors, and JSON values."""
+        """Everything a resumed run needs to draw the same slices: tensors, and JSON values.
+
+        The tensors are the buffer's own, which never change; between two steps, equal contents give
+        equal states, in whatever order they arrived.
+        """
         tensors: dict[str, Tensor] = {}
         versions = []
         for number, version in self._versions.items():
             tensors[f"{number}.head_rows"] = version.head_rows
             entries = []
-            for index, entry in enumerate(version.entries):
+            for index, entry in enumerate(sorted(version.entries, key=_length)):
                 sample, prefix = entry.sample, f"{number}.{index}"
                 tensors[f"{prefix}.ids"] = sample.ids
                 tensors[f"{prefix}.features"] = sample.features
@@ -263,14 +276,13 @@ class DataBuffer:
         return _Version(version.head_rows, kept)
 
     def _evict(self) -> None:
-        """Drop one sample: the shortest of the last step, else the earliest of this one."""
+        """Drop one sample: the shortest of the last step, else of this one."""
         oldest = next(iter(self._versions))
-        entries = self._versions[oldest].entries
-        if oldest == self._current:
-            del entries[0]
-            return
-        entries.remove(min(entries, key=_length))
-        if not entries:
+        version = self._versions[oldest]
+        shortest = min(version.entries, key=_length)
+        version.entries.remove(shortest)
+        version.dropped = _length(shortest)
+        if not version.entries and oldest != self._current:
             del self._versions[oldest]
 
     def _first_entry(self) -> _Entry | None:
@@ -312,7 +324,7 @@ def _coverage(stratum: list[_Entry]) -> float:
     return sum(entry.passes + (entry.drawn > 0) / 2 for entry in stratum) / max(1, len(stratum))
 
 
-def _length(entry: _Entry) -> tuple[int, tuple[int, ...]]:
+def _length(entry: _Entry) -> _Length:
     return entry.sample.num_queries, entry.sample.uid
 
 
