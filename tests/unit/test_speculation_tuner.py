@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ratoon.speculation.bandit import BanditTuner
 from ratoon.speculation.cost_model import CostModelTuner, Gains, Latency
 from ratoon.speculation.promise import promised_visits
 from ratoon.speculation.strategy import PLAIN, Strategy, StrategyTable
-from ratoon.speculation.tuner import StepRecord, TableTuner
+from ratoon.speculation.tuner import StatefulTuner, StepRecord, TableTuner, Tuner
 
 LARGEST = Strategy(depth=4, branching=4, beam=4, budget=12)
 MAX_ROWS = 128
@@ -49,7 +50,7 @@ class Machine:
         self.overstated = overstated
         self.source = random.Random(0)
 
-    def step(self, tuner: CostModelTuner, num_live: int) -> tuple[float, float]:
+    def step(self, tuner: Tuner, num_live: int) -> tuple[float, float]:
         """Tokens and seconds of one step."""
         strategy = tuner.choose(num_live)
         if strategy.is_plain:
@@ -287,3 +288,48 @@ def test_a_bandit_that_cannot_choose_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         BanditTuner(groups, **options)
+
+
+def make_bandit() -> BanditTuner:
+    return BanditTuner([(4, [DEEP, WIDE]), (64, [SMALL, WIDE])], window=20)
+
+
+def make_table() -> TableTuner:
+    return TableTuner(StrategyTable([(2, DEEP), (32, SMALL)], slack=6))
+
+
+@pytest.mark.parametrize("make", [lambda: make_tuner(steep), make_bandit, make_table])
+def test_a_tuner_goes_on_from_its_state_as_if_it_had_not_been_interrupted(
+    make: Callable[[], StatefulTuner],
+) -> None:
+    batches = [abs(40 - index // 4) + 1 for index in range(320)]
+    machine, whole = Machine(steep, FAIR), make()
+    choices = [chosen(machine, whole, num_live) for num_live in batches]
+    for cut in (1, 77, 150, 300):
+        machine, first, second = Machine(steep, FAIR), make(), make()
+        before = [chosen(machine, first, num_live) for num_live in batches[:cut]]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.state_dict() == first.state_dict()
+        after = [chosen(machine, second, num_live) for num_live in batches[cut:]]
+        assert before + after == choices
+    # Without its state it would have chosen otherwise, or the test is void.
+    machine, forgetful = Machine(steep, FAIR), make()
+    assert [chosen(machine, forgetful, num_live) for num_live in batches[300:]] != choices[300:]
+
+
+def chosen(machine: Machine, tuner: StatefulTuner, num_live: int) -> Strategy:
+    """What the tuner chooses for a step, which it then learns from."""
+    taken: list[Strategy] = []
+
+    class Noting:
+        promise_budget = tuner.promise_budget
+
+        def choose(self, num_live: int) -> Strategy:
+            taken.append(tuner.choose(num_live))
+            return taken[-1]
+
+        def observe(self, record: StepRecord) -> None:
+            tuner.observe(record)
+
+    machine.step(Noting(), num_live)
+    return taken[0]

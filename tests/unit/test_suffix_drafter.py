@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from ratoon.cluster.stored_state import load_state, save_state
 from ratoon.drafter.suffix import GRAMS, MIN_CAPACITY, SuffixDrafter
 from ratoon.errors import ConfigError
 
@@ -287,6 +289,33 @@ def test_a_replay_from_the_snapshot_does_not_know_the_recorded_step() -> None:
     index.load_state_dict(before)
     index.begin(0, ONE, PROMPT)
     assert follow(index, 1, 30) == [RESPONSE[:5]]
+
+
+def test_an_index_goes_on_from_its_state_whatever_it_knew_before(tmp_path: Path) -> None:
+    """Also when the store has wrapped around, and over a state that knew more."""
+    source = random.Random(4)
+    texts = [[source.randrange(6) for _ in range(700)] for _ in range(12)]
+    for count in (1, 12):
+        first, second = drafter(), drafter()
+        for text in texts[:count]:
+            first.add(ONE, PROMPT, text)
+        for text in texts:
+            second.add(OTHER, PROMPT, text[::-1])
+            second.add(ONE, PROMPT, text[::-1])
+        save_state(tmp_path / str(count), first.state_dict())
+        second.load_state_dict(load_state(tmp_path / str(count)))
+        for index in (first, second):
+            index.begin(0, ONE, PROMPT)
+            index.begin(1, OTHER, PROMPT)
+            append(index, texts[0][-9:], texts[1][-9:])
+        assert follow(first, 2, 20) == follow(second, 2, 20)
+        assert any(follow(first, 1, 20))
+        one, other = first.state_dict(), second.state_dict()
+        for name, value in one.items():
+            same = (
+                torch.equal(value, other[name]) if torch.is_tensor(value) else value == other[name]
+            )
+            assert same, name
 
 
 def test_a_snapshot_of_another_capacity_is_refused() -> None:

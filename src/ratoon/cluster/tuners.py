@@ -10,14 +10,14 @@ from ratoon.rollout.native.latency import forward_seconds
 from ratoon.speculation.bandit import BanditTuner
 from ratoon.speculation.cost_model import CostModelTuner, Latency
 from ratoon.speculation.strategy import Strategy, StrategyTable
-from ratoon.speculation.tuner import TableTuner, Tuner
+from ratoon.speculation.tuner import StatefulTuner, TableTuner
 
 # Cost of one more row of a forward pass, in passes, for one live sequence; measured on a CPU.
 MIN_CHANCE = 0.01
 MAX_MIN_CHANCE = 0.2
 
 
-def make_tuner(settings: Speculation, model: InferenceModel) -> Tuner:
+def make_tuner(settings: Speculation, model: InferenceModel) -> StatefulTuner:
     """The configured tuner; `cost_model` measures what `model`'s forward passes cost."""
     if settings.tuner == "table":
         return TableTuner(StrategyTable(tiers_of(settings), slack=settings.hysteresis))

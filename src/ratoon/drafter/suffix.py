@@ -331,30 +331,44 @@ class SuffixDrafter:
     # Snapshots
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of all that was stored and learned; rows are not part of it.
+        """A copy of all that was stored and learned; rows are not part of it. Empty places neither.
 
         A replay must start from the state before the recorded step, or it would find its own
         answers in the index.
         """
-        state: dict[str, Any] = {name: getattr(self, f"_{name}").clone() for name in _STATE_TENSORS}
-        return {**state, "head": self._head, "prompts": dict(self._prompts)}
+        used = slice(min(self._head, self._capacity))
+        buckets = self._keys.nonzero()[:, 0]
+        prompts = torch.tensor(list(self._prompts.items()), dtype=torch.int64).view(-1, 2)
+        state: dict[str, Any] = {"capacity": self._capacity, "head": self._head}
+        state |= {"prompts": prompts, "buckets": buckets}
+        state |= {name: getattr(self, f"_{name}")[used].clone() for name in _BY_TOKEN}
+        state |= {name: getattr(self, f"_{name}")[buckets] for name in _BY_BUCKET}
+        return state | {name: getattr(self, f"_{name}").clone() for name in _BY_LENGTH}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned; all rows are released.
 
         Raises: ConfigError where the state is of an index of another capacity.
         """
-        if len(state["store"]) != self._capacity:
+        if state["capacity"] != self._capacity:
             raise ConfigError(
-                f"the saved suffix index holds {len(state['store'])} tokens and this one "
+                f"the saved suffix index holds {state['capacity']} tokens and this one "
                 f"{self._capacity}; use the same capacity"
             )
-        for name in _STATE_TENSORS:
-            getattr(self, f"_{name}").copy_(state[name])
         self._head = state["head"]
-        self._prompts = dict(state["prompts"])
+        self._prompts = dict(state["prompts"].tolist())
+        for name in _BY_TOKEN:
+            getattr(self, f"_{name}")[: len(state[name])] = state[name]
+        for name, empty in _BY_BUCKET.items():
+            getattr(self, f"_{name}").fill_(empty)[state["buckets"]] = state[name]
+        for name in _BY_LENGTH:
+            getattr(self, f"_{name}").copy_(state[name])
         self._has_prompt.fill_(False)
         self._levels = []
 
 
-_STATE_TENSORS = ("store", "following", "keys", "places", "cursors", "hits", "expected")
+# What the state is made of: by stored token, by bucket of the table (and what an empty one holds),
+# and by length of a match.
+_BY_TOKEN = ("store", "following")
+_BY_BUCKET = {"keys": 0, "places": -1, "cursors": 0}
+_BY_LENGTH = ("hits", "expected")

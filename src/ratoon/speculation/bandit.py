@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ratoon.errors import ConfigError
 from ratoon.speculation.strategy import PLAIN, Strategy
@@ -49,8 +50,9 @@ class BanditTuner:
         self._groups = [(limit, tuple(arms)) for limit, arms in groups]
         self._epsilon = epsilon
         self._source = random.Random(seed)
-        arms = {arm for _, group in self._groups for arm in group}
-        self._rewards: dict[Strategy, deque[float]] = {arm: deque(maxlen=window) for arm in arms}
+        self._rewards: dict[Strategy, deque[float]] = {
+            arm: deque(maxlen=window) for _, group in self._groups for arm in group
+        }
 
     def choose(self, num_live: int) -> Strategy:
         """See `Tuner.choose`."""
@@ -69,3 +71,19 @@ class BanditTuner:
         rewards = self._rewards.get(record.strategy)
         if rewards is not None:
             rewards.append(record.tokens / (record.draft_s + record.verify_s))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StatefulTuner.state_dict`. Windows are in the order of the groups' arms."""
+        version, numbers, spare = self._source.getstate()
+        return {
+            "rewards": [list(window) for window in self._rewards.values()],
+            "source": [version, list(numbers), spare],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `StatefulTuner.load_state_dict`."""
+        for window, rewards in zip(self._rewards.values(), state["rewards"], strict=True):
+            window.clear()
+            window.extend(rewards)
+        version, numbers, spare = state["source"]
+        self._source.setstate((version, tuple(numbers), spare))

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ratoon.speculation.strategy import PLAIN, Strategy
 from ratoon.speculation.tuner import StepRecord
@@ -74,6 +75,14 @@ class Latency:
             near = (place == low) * (1 - share) + (place == high) * share
             self._corrections[place] += moved * (0.5 + 0.5 * near)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, and corrected since."""
+        return {"seconds": list(self._seconds), "corrections": list(self._corrections)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned for the same sizes."""
+        self._seconds, self._corrections = list(state["seconds"]), list(state["corrections"])
+
     def _between(self, size: int) -> tuple[int, int, float]:
         """The points around `size`, and how far it lies from the first towards the second."""
         sizes = self._sizes
@@ -125,6 +134,16 @@ class Gains:
                     row[place] += follow * (found[place] - row[place])
                 else:
                     self._extrapolate(depth, place, deeper=depth >= known_depth)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All estimates, and how much they rest on."""
+        promised = [list(row) for row in self._promised]
+        return {"promised": promised, "truth": self._truth, "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned for the same budget and depth."""
+        self._promised = [list(row) for row in state["promised"]]
+        self._truth, self._seen = state["truth"], state["seen"]
 
     def _extrapolate(self, depth: int, place: int, *, deeper: bool) -> None:
         """Move the estimate of a tree that the step told nothing of, by what smaller ones gain."""
@@ -197,6 +216,27 @@ class CostModelTuner:
         # Without a drafter at hand, a step that would guess promises nothing.
         if record.promised:
             self._gains.observe(record)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StatefulTuner.state_dict`."""
+        return {
+            "verify": self._verify.state_dict(),
+            "draft": self._draft.state_dict(),
+            "gains": self._gains.state_dict(),
+            "choice": asdict(self._choice),
+            "plain_steps": self._plain_steps,
+            "guessing_steps": self._guessing_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `StatefulTuner.load_state_dict`."""
+        self._verify.load_state_dict(state["verify"])
+        self._draft.load_state_dict(state["draft"])
+        self._gains.load_state_dict(state["gains"])
+        choice = state["choice"]
+        self._choice = _Choice(**{**choice, "strategy": Strategy(**choice["strategy"])})
+        self._plain_steps = state["plain_steps"]
+        self._guessing_steps = state["guessing_steps"]
 
     def _best(self, num_live: int) -> Strategy:
         candidates = [PLAIN, *self._fitting(num_live)]

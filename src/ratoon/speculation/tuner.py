@@ -5,9 +5,9 @@ A tuner is told what each step was and took. No choice made here can change a to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ratoon.speculation.strategy import PLAIN, Strategy, StrategyPicker
 
@@ -51,6 +51,18 @@ class Tuner(Protocol):
         ...
 
 
+class StatefulTuner(Tuner, Protocol):
+    """A tuner whose choices depend on the steps before, so that a run can go on with it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of what was learned, in values that JSON keeps."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        ...
+
+
 class RuleTuner:
     """A function of the live batch. Example: `RuleTuner(lambda num_live: PLAIN)`."""
 
@@ -83,6 +95,14 @@ class TableTuner:
 
     def observe(self, record: StepRecord) -> None:
         """Nothing is learned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StatefulTuner.state_dict`."""
+        return {"picker": self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `StatefulTuner.load_state_dict`."""
+        self._state = state["picker"]
 
 
 def never() -> RuleTuner:
