@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, and leave Ctrl-C to it."""
+"""Processes that end with the one that started them, and leave signals to it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def hold_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def survive_termination() -> None:
+    """From here on SIGTERM does nothing: one that is sent to a group is the parent's business.
+
+    Whoever ends this process must kill it.
+    """
+    # A handler, since what is ignored would be ignored by programs started from here, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
 
 
 def end_with_parent(last_act: Callable[[], None]) -> None:

@@ -119,9 +119,11 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test does to its runs: no process and no shared folder survives it."""
     folders: list[Path] = []
 
-    def recorded(*args: int) -> Path:
-        folders.append(local.shared_folder(*args))
-        return folders[-1]
+    @contextlib.contextmanager
+    def recorded(*args: int) -> Iterator[Path]:
+        with local.shared_folder(*args) as folder:
+            folders.append(folder)
+            yield folder
 
     for module in (rl_run, sft_run, eval_run):
         monkeypatch.setattr(module, "shared_folder", recorded)

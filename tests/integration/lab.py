@@ -30,6 +30,7 @@ from ratoon.loop.sft_run import run_sft
 from ratoon.observe.files import read_lines
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
+from ratoon.stopping import Stop
 
 HERE = Path(__file__).parent
 TASK = {"kind": "arithmetic", "max_terms": 3, "max_value": 9}
@@ -127,11 +128,13 @@ class Lab:
         apply_overrides(SFTConfig, values, overrides)
         return build_config(SFTConfig, values)
 
-    def rl(self, name: str, *overrides: str, resume: bool = False) -> RunFolder:
+    def rl(
+        self, name: str, *overrides: str, resume: bool = False, stop: Stop | None = None
+    ) -> RunFolder:
         config = self.rl_config(name, *overrides)
         folder = self._open(config, resume)
         with Observer(folder) as observer:
-            run_rl(config, folder, observer)
+            run_rl(config, folder, observer, stop)
         return folder
 
     def sft(self, name: str, *overrides: str, resume: bool = False) -> RunFolder:
@@ -156,6 +159,21 @@ class Lab:
         if resume:
             return RunFolder.resume(path, config_yaml=text)
         return RunFolder.create(path, config_yaml=text, provenance={})
+
+
+class StopAt(Stop):
+    """Asks for a stop when it is looked at for the `count`-th time from `step` on."""
+
+    def __init__(self, folder: Path, step: int, count: int) -> None:
+        super().__init__()
+        self._records, self._step, self._count = folder / "metrics.jsonl", step, count
+
+    def check(self, message: str = "") -> None:
+        done = max((row["step"] for row in read_lines(self._records, "step")), default=0)
+        self._count -= done >= self._step
+        if not self.is_asked and self._count <= 0:
+            self.ask()
+        super().check(message)
 
 
 def metrics_of(folder: RunFolder) -> dict[int, dict[str, Any]]:
@@ -219,9 +237,15 @@ class Driver:
         found: list[psutil.Process] = psutil.Process(self._process.pid).children(recursive=True)
         return found
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C."""
-        os.killpg(self._process.pid, signal.SIGINT)
+    def signal(self, number: int = signal.SIGINT) -> None:
+        """Press Ctrl-C, or end the whole group, as a system does that shuts down."""
+        os.killpg(self._process.pid, number)
+
+    def hears(self, words: str) -> None:
+        """Wait until the process says so on its error output."""
+        assert self._process.stderr is not None
+        while words not in (line := self._process.stderr.readline()):
+            assert line, f"it ended without saying {words!r}"
 
     def kill(self) -> None:
         """End the driver alone, as a machine that runs out of memory would."""

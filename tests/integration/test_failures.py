@@ -5,18 +5,26 @@ Every test also checks, by the fixture `nothing_left`, that no process and no sh
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 from lab import Driver, Faults, Lab, all_gone, metrics_of
 
 from ratoon.errors import RewardError, StaleVersionError, WorkerLostError
+from ratoon.loop.checkpoints import latest_checkpoint
+from ratoon.observe.run_folder import RunFolder
 
 REWARDS = """
 import threading
 
+CALLS = []
+
 def score(response, answer, fields):
     kind = KIND
+    if kind == "hang later":
+        CALLS.append(response)
+        kind = "hang" if len(CALLS) > 16 else "fine"
     if kind == "count":
         kind = ["raise", "nan", "none", "fine"][len(response) % 4]
     if kind == "raise":
@@ -123,27 +131,49 @@ def test_failing_rewards_are_counted_if_so_configured(lab: Lab, tmp_path: Path) 
     assert metrics[1]["reward/mean"] == 1 - metrics[1]["reward/errors"] / 16
 
 
-@pytest.mark.parametrize("phase", ["loading", "update", "reward"])
-def test_ctrl_c_ends_everything_at_once(
-    lab: Lab, faults: Faults, tmp_path: Path, phase: str
+@pytest.mark.parametrize("phase", ["loading", "update"])
+def test_where_there_is_nothing_to_save_or_at_the_second_signal_the_run_ends_at_once(
+    lab: Lab, faults: Faults, phase: str
 ) -> None:
-    overrides = ["data.eval=null", "evaluation={}"]
-    if phase == "reward":
-        overrides += [reward(tmp_path, "hang", faults.log), "reward_runtime.timeout_s=600.0"]
-        faults.add("save", "announce")
-    else:
-        faults.add(phase, "hang")
-    config = lab.file(lab.rl_config("run", *overrides))
+    """An update changes the policy, so the first signal waits for its end."""
+    config = lab.file(lab.rl_config("run", "data.eval=null", "evaluation={}"))
+    faults.add(phase, "hang")
     with Driver(faults, "rl", str(config)) as driver:
         driver.wait_for("hangs")
         family = driver.family()
-        driver.interrupt()
+        driver.signal()
+        if phase == "update":
+            driver.hears("once more ends the run at once")
+            driver.signal()
         code, out, err = driver.result()
         assert (code, out) == (130, "")
         assert "interrupted" in err
         assert "Traceback" not in err
         assert all_gone(family, 10)
     assert not shared_folders(faults)
+
+
+def test_a_group_that_is_told_to_end_saves_its_last_complete_step(
+    lab: Lab, faults: Faults, tmp_path: Path
+) -> None:
+    """SIGTERM reaches the workers, too; the step at hand waits for a reward that never comes."""
+    overrides = ["data.eval=null", "evaluation={}", "checkpoint={every: 100, keep: 10}"]
+    overrides += [reward(tmp_path, "hang later", faults.log), "reward_runtime.timeout_s=600.0"]
+    faults.add("save", "announce")
+    config = lab.file(lab.rl_config("run", *overrides))
+    with Driver(faults, "rl", str(config)) as driver:
+        driver.wait_for("hangs")
+        family = driver.family()
+        driver.signal(signal.SIGTERM)
+        code, out, err = driver.result()
+        assert (code, out) == (75, "")
+        assert "note: stopped after step 1, which is saved; go on with --resume" in err
+        assert "Traceback" not in err
+        assert all_gone(family, 10)
+    assert not shared_folders(faults)
+    saved = latest_checkpoint(RunFolder(lab.folder / "run"))
+    assert saved is not None
+    assert saved.step == 1
 
 
 @pytest.mark.parametrize("phase", ["update", "reward"])

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from lab import Faults, Lab, equal_bits, metrics_of, parameters_of, responses_of
+from lab import Faults, Lab, StopAt, equal_bits, metrics_of, parameters_of, responses_of
+from safetensors.torch import load_file
 
 from ratoon.bench import rl as bench_rl
+from ratoon.cluster.messages import DrafterPublished, TakeDrafter
 from ratoon.config import RLConfig, build_config
 from ratoon.drafter.checkpoint import load_drafter
+from ratoon.errors import ConfigError
+from ratoon.loop import rl_run, setup
+from ratoon.loop.checkpoints import Checkpoint, restore
+from ratoon.loop.open_run import open_folder
+from ratoon.loop.rl_step import RunContext
+from ratoon.loop.rollout import DrafterLedger
+from ratoon.loop.setup import num_workers, with_machine
 from ratoon.models.hf_io import load_decoder
+from ratoon.observe.files import read_lines
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.summary import SUMMARY
 from ratoon.observe.timeline import ACTIVITIES
+from ratoon.stopping import Stop, Stopped
 
 
 def same_tokens(one: RunFolder, other: RunFolder, step: int, *, exact: bool) -> None:
@@ -210,12 +224,51 @@ def test_a_step_of_several_rounds_is_complete_trains_the_drafter_and_can_be_repl
     assert json.loads(run.summary.read_text())["tokens_identical"] or not exact
 
 
+def asking(stop: Stop, folder: Path) -> Callable[[DrafterLedger, DrafterPublished], TakeDrafter]:
+    """`DrafterLedger.record` that asks for a stop in the second step."""
+    record = DrafterLedger.record
+
+    def act(self: DrafterLedger, publication: DrafterPublished) -> TakeDrafter:
+        if any(row["step"] == 1 for row in read_lines(folder / "metrics.jsonl", "step")):
+            stop.ask()
+        return record(self, publication)
+
+    return act
+
+
+def restoring(own: dict[str, bytes]) -> Callable[[RunContext, Checkpoint], None]:
+    """`restore` that notes, by file, what the workers would save right after it."""
+
+    def act(run: RunContext, checkpoint: Checkpoint) -> None:
+        restore(run, checkpoint)
+        target = checkpoint.path.parent.parent / "again"
+        target.mkdir()
+        run.workers.call_all("save_own", folder=target)
+        files = (path for path in target.rglob("*") if path.is_file())
+        own.update({str(path.relative_to(target)): path.read_bytes() for path in files})
+
+    return act
+
+
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
-    lab: Lab, faults: Faults, reference: RunFolder, exact: bool
+    lab: Lab, faults: Faults, reference: RunFolder, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults.hold_tail()
-    lab.rl("resumed", "steps=1")
-    run = lab.rl("resumed", "steps=3", resume=True)
+    # Stopped while worker 1 trains the drafter and worker 0 waits for it.
+    seldom = ["steps=3", "checkpoint={every: 100, keep: 10}"]
+    stop = Stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterLedger, "record", asking(stop, lab.folder / "resumed"))
+        with pytest.raises(Stopped, match="stopped after step 1, which is saved"):
+            lab.rl("resumed", *seldom, stop=stop)
+    first = lab.folder / "resumed" / "checkpoints" / "step_000001"
+    own: dict[str, bytes] = {}
+    monkeypatch.setattr(rl_run, "restore", restoring(own))
+    run = lab.rl("resumed", *seldom, resume=True)
+    # What each worker alone knows was loaded: it would be saved again as it was.
+    assert len(own) == 2 * 4
+    for name, content in own.items():
+        assert (first / name).read_bytes() == content, name
     metrics, expected = metrics_of(run), metrics_of(reference)
     assert sorted(metrics) == [0, 1, 2, 3]
     for step in (1, 2, 3):
@@ -225,23 +278,82 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
             assert metrics[step]["policy/grad_norm"] == expected[step]["policy/grad_norm"]
     if exact:
         assert equal_bits(parameters_of(reference, 3), parameters_of(run, 3))
-    # The drafter goes on from where it was, too.
+    # The drafter goes on from where it was, too, and keeps what it learned in the cut step.
     steps = sum(metrics[step]["drafter/optimizer_steps"] for step in (1, 2, 3))
-    assert json.loads((run.drafter / "trainer.json").read_text())["step"] == steps
+    saved = json.loads((first / "drafter" / "trainer.json").read_text())["step"]
+    assert saved > metrics[1]["drafter/optimizer_steps"]
+    done = json.loads((run.drafter / "trainer.json").read_text())["step"]
+    assert done == steps - metrics[1]["drafter/optimizer_steps"] + saved
     assert all(tensor.count_nonzero() for tensor in load_drafter(run.drafter).parameters())
     summary = json.loads(run.summary.read_text())
     before = json.loads(reference.summary.read_text())
     for key in ("reward_before", "reward_after", "reward_diff_stderr"):
         assert summary[key] == before[key]
-    assert "steps 2 to 3" in summary["notes"][0]
 
 
-def test_a_fixed_number_of_drafter_steps_gives_the_same_drafter_twice(lab: Lab) -> None:
-    fixed = ["spot.deterministic_steps=3", "rollout.max_batch=4"]
-    runs = [lab.rl(name, *fixed) for name in ("one", "other")]
-    assert metrics_of(runs[0])[2]["drafter/optimizer_steps"] == 3
-    one, other = (load_drafter(run.drafter).state_dict() for run in runs)
-    assert equal_bits(one, other)
+FIXED = [
+    "steps=4",
+    "spot.deterministic_steps=3",
+    "spot.buffer_tokens=1024",
+    "rollout.max_batch=4",
+    "workers.count=1",
+    "algorithm.prompts_per_step=8",
+    "evaluation.every=2",
+    "checkpoint={every: 100, keep: 10}",
+    # Times decide what is guessed, and so in which order responses arrive.
+    "speculation.tuner=cost_model",
+]
+
+
+def test_a_run_that_is_stopped_at_random_moments_is_the_same_run(lab: Lab, exact: bool) -> None:
+    """Tokens, rewards, policy, drafter, its data and its optimizer; records without a gap."""
+    whole = lab.rl("whole", *FIXED)
+    moments = random.Random(7)
+    # In a rollout, and in an evaluation, which the resumed run repeats.
+    for step, count in ((1, moments.randint(1, 20)), (2, 1)):
+        stop = StopAt(lab.folder / "cut", step, count)
+        with pytest.raises(Stopped, match=f"stopped after step {step}, which is saved"):
+            lab.rl("cut", *FIXED, resume=step > 1, stop=stop)
+    cut = lab.rl("cut", *FIXED, resume=True)
+    saved = [path.name for path in sorted(cut.checkpoints.iterdir())]
+    assert saved == ["step_000001", "step_000002", "step_000004"]
+    metrics, expected = metrics_of(cut), metrics_of(whole)
+    for step in range(5):
+        assert metrics[step].keys() == expected[step].keys()
+        if step:
+            same_tokens(whole, cut, step, exact=exact)
+            assert metrics[step]["reward/mean"] == expected[step]["reward/mean"]
+            assert metrics[step]["drafter/tokens"] == expected[step]["drafter/tokens"] > 0
+            assert metrics[step]["drafter/versions"] == expected[step]["drafter/versions"] == 3
+    times = [row["time_s"] for row in read_lines(cut.metrics)]
+    assert times == sorted(times)
+    summary = json.loads(cut.summary.read_text())
+    assert summary["spot_tokens"] == sum(metrics[step]["drafter/tokens"] for step in range(1, 5))
+    assert summary["seconds"] >= times[-1]
+    if exact:
+        for part in (
+            "policy/trainer",
+            "drafter/model",
+            "drafter/optimizer",
+            "worker_0/buffer/samples",
+        ):
+            one, other = (
+                load_file(run.checkpoints / "step_000004" / f"{part}.safetensors")
+                for run in (whole, cut)
+            )
+            assert equal_bits(one, other), part
+
+
+def test_another_number_of_workers_is_refused(
+    tmp_path: Path, untrained: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(tmp_path, untrained, dtype)
+    config = lab.rl_config("run", "workers.count=null")
+    assert with_machine(config).workers.count == num_workers(config.workers)
+    open_folder(with_machine(config), resume=False)
+    monkeypatch.setattr(setup, "num_workers", lambda workers: 99)
+    with pytest.raises(ConfigError, match=r"`workers\.count` is 99 but was "):
+        open_folder(setup.with_machine(config), resume=True)
 
 
 def test_arms_of_a_benchmark_do_equal_work_and_are_not_run_again(

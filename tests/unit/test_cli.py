@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,13 @@ from rich.console import Console
 
 from ratoon.cli import main as cli
 from ratoon.cli.live import LiveDisplay, PlainDisplay, duration, make_display
-from ratoon.cli.running import open_folder, summary_table, watching
+from ratoon.cli.running import summary_table, watching
 from ratoon.clock import ManualClock
 from ratoon.config import SFTConfig, build_config, resolved_yaml
 from ratoon.errors import ConfigError, RewardError
+from ratoon.loop.open_run import open_folder
 from ratoon.observe.summary import SUMMARY
+from ratoon.stopping import Interrupted, Stopped
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -128,6 +131,8 @@ def test_an_unknown_verb_is_a_usage_error() -> None:
             "No space left on device: /x/y",
         ),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (Interrupted(signal.SIGTERM), 143, "interrupted"),
+        (Stopped("stopped after step 7"), 75, "note: stopped after step 7"),
     ],
 )
 def test_the_boundary_turns_errors_into_messages_and_exit_codes(

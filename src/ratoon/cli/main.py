@@ -25,6 +25,7 @@ from ratoon.cli import (
 )
 from ratoon.cli import eval as evaluation
 from ratoon.errors import RatoonError
+from ratoon.stopping import Stopped
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 INTERRUPTED = 130
@@ -45,13 +46,16 @@ class Boundary(TyperGroup):
                 raise
             _say(f"{error.strerror}: {error.filename or 'the disk'}; nothing more was written")
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
+        except Stopped as stopped:
+            _say(str(stopped), kind="note")
+            raise typer.Exit(stopped.exit_code) from None
+        except KeyboardInterrupt as error:
             _say(
-                "interrupted; `rl`, `sft` and `pretrain` go on with --resume from a checkpoint, "
-                "`eval` when it is called again",
+                "interrupted; `rl`, `sft`, `pretrain` and `quickstart` go on with --resume, `eval` "
+                "when it is called again",
                 kind="note",
             )
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(getattr(error, "exit_code", INTERRUPTED)) from None
 
 
 def _say(text: str, kind: str = "error") -> None:

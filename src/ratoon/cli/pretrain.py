@@ -36,8 +36,9 @@ def pretrain(
         _plan(config, overrides or (), vocabulary, processes or 1, resume=resume)
         return
     _refuse_idle(vocabulary, processes)
-    from ratoon.cli.running import finish, load_settings, open_folder, watching
+    from ratoon.cli.running import finish, load_settings, watching
     from ratoon.config import PretrainConfig
+    from ratoon.loop.open_run import open_folder
     from ratoon.observe.observer import Observer
 
     settings = load_settings(PretrainConfig, config, overrides or ())

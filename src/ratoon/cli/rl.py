@@ -18,13 +18,14 @@ def rl(
     ] = False,
 ) -> None:
     """Train a policy by reinforcement learning."""
-    from ratoon.cli.running import finish, load_settings, open_folder, watching
+    from ratoon.cli.running import finish, load_settings, stoppable
     from ratoon.config import RLConfig
+    from ratoon.loop.open_run import open_folder
 
     settings = load_settings(RLConfig, config, overrides or ())
     folder = open_folder(settings, resume=resume)
-    with watching(folder) as observer:
+    with stoppable(folder) as (observer, stop):
         from ratoon.loop.rl_run import run_rl
 
-        run_rl(settings, folder, observer)
+        run_rl(settings, folder, observer, stop)
     finish(folder)

@@ -12,43 +12,36 @@ from rich.console import Console
 from rich.table import Table
 
 from ratoon.cli.live import make_display
-from ratoon.config import load_config, resolved_yaml
+from ratoon.config import load_config
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.config.rl import RLConfig
 from ratoon.config.sft import SFTConfig
 from ratoon.observe.observer import Observer
-from ratoon.observe.provenance import provenance
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.summary import OPTIONAL, SUMMARY
+from ratoon.stopping import Stop
 
 Config = TypeVar("Config", RLConfig, SFTConfig, PretrainConfig)
 
 
 def load_settings(kind: type[Config], path: Path, overrides: Sequence[str]) -> Config:
-    """A run's configuration, with the number format that this machine is fast in.
+    """A run's configuration, with the number format and workers that suit this machine.
 
     Raises: ConfigError as `load_config` does.
     """
     config = load_config(kind, path, overrides)
     # Wrong settings are found without waiting for torch.
+    from ratoon.loop.setup import with_machine
     from ratoon.models.compute_dtype import with_dtype
 
-    return with_dtype(config)
+    return with_dtype(config) if isinstance(config, PretrainConfig) else with_machine(config)
 
 
-def open_folder(config: RLConfig | SFTConfig | PretrainConfig, *, resume: bool) -> RunFolder:
-    """Make the run's folder, or open the one to resume.
-
-    Raises:
-        ConfigError: it holds another run, or none to resume, or one that is complete.
-        CapabilityError: the disk is too full.
-    """
-    path, text = config.output_dir / config.name, resolved_yaml(config)
-    if resume:
-        folder = RunFolder.resume(path, config_yaml=text)
-        folder.refuse_complete(config.steps)
-        return folder
-    return RunFolder.create(path, config_yaml=text, provenance=provenance(config.seed))
+@contextmanager
+def stoppable(folder: RunFolder | None) -> Iterator[tuple[Observer, Stop]]:
+    """As `watching`, and what tells of signals that ask the run to stop."""
+    with watching(folder) as observer, Stop(observer.note).on_signals() as stop:
+        yield observer, stop
 
 
 @contextmanager

@@ -18,13 +18,14 @@ def sft(
     ] = False,
 ) -> None:
     """Fine-tune a model on examples."""
-    from ratoon.cli.running import finish, load_settings, open_folder, watching
+    from ratoon.cli.running import finish, load_settings, stoppable
     from ratoon.config import SFTConfig
+    from ratoon.loop.open_run import open_folder
 
     settings = load_settings(SFTConfig, config, overrides or ())
     folder = open_folder(settings, resume=resume)
-    with watching(folder) as observer:
+    with stoppable(folder) as (observer, stop):
         from ratoon.loop.sft_run import run_sft
 
-        run_sft(settings, folder, observer)
+        run_sft(settings, folder, observer, stop)
     finish(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from ratoon.cluster.messages import DrafterPublished, SpotResult, TakeDrafter
 from ratoon.cluster.spec import DraftingSpec, WorkerSpec
 from ratoon.drafter.checkpoint import (
     apply_weights,
+    load_buffer,
     load_checkpoint,
     load_drafter,
+    save_buffer,
     save_checkpoint,
 )
 from ratoon.drafter.data_buffer import DataBuffer, Sample
@@ -64,6 +67,7 @@ class DrafterUnit:
         self._rested_s = 0.0
         self._rest_per_work = 1.0 / spec.spot.share - 1.0
         self._served_version = version
+        self._before: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 
     @property
     def version(self) -> int:
@@ -82,8 +86,23 @@ class DrafterUnit:
         """
         if policy_version in self.buffer.versions[-1:]:
             return
+        self._before = self.buffer.state()
         self.buffer.begin_step(policy_version, head[self.served.draft_ids].clone())
         self.trainer.set_embedding(embedding)
+
+    def complete_step(self) -> None:
+        """What was collected since `begin_step` counts: `abandon` does not go back behind it."""
+        self._before = None
+
+    def abandon(self) -> None:
+        """End a session that is open, and forget the samples of a step that is not complete.
+
+        What the drafter has learned from them it keeps.
+        """
+        if self.is_training:
+            self.stop(time.monotonic)
+        if self._before is not None:
+            self.buffer.restore(*self._before)
 
     def add(self, finished: Finished) -> None:
         """Store a finished response for training."""
@@ -169,6 +188,14 @@ class DrafterUnit:
         """Write drafter and optimizer as the last session left them."""
         self.exchange.load_training(self.trainer)
         save_checkpoint(folder, self.trainer, self.version)
+
+    def save_buffer(self, folder: Path) -> None:
+        """Write this worker's data."""
+        save_buffer(folder, self.buffer)
+
+    def load_buffer(self, folder: Path) -> None:
+        """Go on with the data that `save_buffer` wrote."""
+        load_buffer(folder, self.buffer)
 
     def _publish(self, weights: dict[str, Tensor], version: int, checksum: str) -> None:
         slot = self.exchange.publish(version, weights)

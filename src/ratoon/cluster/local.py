@@ -6,21 +6,24 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ratoon.cluster import worker
 from ratoon.cluster.failures import raise_cause
 from ratoon.cluster.messages import Call, Failed, Returned, Shutdown
 from ratoon.cluster.spec import WorkerSpec
-from ratoon.errors import CapabilityError
+from ratoon.errors import CapabilityError, ConfigError
+from ratoon.observe.files import FolderLock
 from ratoon.processes import hold_interrupts
 
 SHUTDOWN_S = 5.0
+SHARED_PREFIX = "ratoon-workers-"
 # For the workers' C library: huge pages for weights (a fifth faster decoding where the system
 # allows it), and large buffers kept instead of given back, so that the next batch does not have to
 # clear the same memory again (a sixth faster updates).
@@ -69,6 +72,12 @@ class LocalWorkers:
     def __len__(self) -> int:
         return len(self._connections)
 
+    @property
+    def numerics(self) -> Literal["invariant", "tolerant"]:
+        """`invariant` if every worker proved it."""
+        proven = all(item["numerics"] == "invariant" for item in self.descriptions)
+        return "invariant" if proven else "tolerant"
+
     def wait_until_ready(self) -> None:
         """Wait for all workers to load; fills `descriptions`."""
         self.descriptions = self._answers("start")
@@ -93,6 +102,16 @@ class LocalWorkers:
             own = each[index] if each is not None else {}
             self.send(index, Call(method, {**arguments, **own}))
         return self._answers(method)
+
+    def call_busy(self, method: str) -> None:
+        """Call a method of all workers in the midst of work; what else they say is dropped."""
+        for index in range(len(self)):
+            self.send(index, Call(method))
+        missing = set(range(len(self)))
+        while missing:
+            for index, message in self.receive():
+                if isinstance(message, Returned) and message.method == method:
+                    missing.discard(index)
 
     def receive(self, timeout_s: float | None = None) -> list[tuple[int, object]]:
         """Messages that have arrived, with their worker; waits for the first."""
@@ -163,24 +182,49 @@ class LocalWorkers:
         raise_cause(index, message, self._connections, self._processes)
 
 
-def shared_folder(needed_bytes: int = 0) -> Path:
+@contextmanager
+def shared_folder(needed_bytes: int = 0) -> Iterator[Path]:
     """A private folder for the workers, in memory where the system has room for it there.
 
-    Raises: CapabilityError if there is none on the disk for temporary files either.
+    It is removed at the end of the block. What runs left that were killed with all their workers is
+    removed before.
+
+    Raises: CapabilityError if there is no room on the disk for temporary files either.
     """
-    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        usable = place.is_dir() and os.access(place, os.W_OK)
-        if usable and shutil.disk_usage(place).free >= needed_bytes:
-            return Path(tempfile.mkdtemp(prefix="ratoon-", dir=place))
-    raise CapabilityError(
-        f"the workers share {needed_bytes / 1e6:,.0f} MB, for which neither /dev/shm nor "
-        f"{tempfile.gettempdir()} has room; free some, or set TMPDIR to a folder on another disk"
-    )
+    places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    places = [place for place in places if place.is_dir() and os.access(place, os.W_OK)]
+    for place in places:
+        sweep_orphans(place)
+    roomy = [place for place in places if shutil.disk_usage(place).free >= needed_bytes]
+    if not roomy:
+        raise CapabilityError(
+            f"the workers share {needed_bytes / 1e6:,.0f} MB, for which neither /dev/shm nor "
+            f"{tempfile.gettempdir()} has room; free some, or set TMPDIR to a folder on another "
+            "disk"
+        )
+    # It gets the name that is swept when it is locked, so that nobody takes it for an orphan.
+    hidden = Path(tempfile.mkdtemp(prefix=f".{SHARED_PREFIX}", dir=roomy[0]))
+    lock = FolderLock(hidden)
+    folder = hidden.rename(hidden.with_name(hidden.name[1:]))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove what `shared_folder` made."""
-    shutil.rmtree(folder, ignore_errors=True)
+def sweep_orphans(place: Path) -> None:
+    """Remove this user's shared folders whose run has ended without removing them.
+
+    The lock tells: a run holds it for as long as it lives, whatever becomes of process numbers.
+    """
+    for folder in place.glob(f"{SHARED_PREFIX}*"):
+        with suppress(OSError, ConfigError):
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            lock = FolderLock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
 
 
 def _value(message: object, method: str) -> Any:

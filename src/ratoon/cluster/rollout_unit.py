@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
 from ratoon.cluster.spec import DraftingSpec, WorkerSpec
+from ratoon.cluster.stored_state import load_state, save_state
 from ratoon.cluster.tuners import make_tuner
 from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
@@ -21,7 +23,7 @@ from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.engine import RolloutEngine, positions_needed
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import InvarianceReport, check_invariance
-from ratoon.speculation.tuner import Tuner, never
+from ratoon.speculation.tuner import StatefulTuner, never
 
 Numerics = Literal["invariant", "tolerant"]
 
@@ -32,9 +34,8 @@ class _Recorded:
 
     model: InferenceModel
     policy_version: int
-    drafting: dict[str, Any] | None
     served: Eagle3Drafter | None
-    tuner: Tuner
+    learned: dict[str, Any]
 
 
 class RolloutUnit:
@@ -44,7 +45,6 @@ class RolloutUnit:
         assert spec.rollout is not None
         self._dtype = DTYPES[spec.model.dtype]
         self._path = spec.model.path
-        self._drafting_spec = spec.drafting
         rows, length = spec.rollout.max_batch, spec.rollout.max_length
         self.drafting = None
         self._taps: tuple[int, ...] = ()
@@ -68,8 +68,11 @@ class RolloutUnit:
             prefill_chunk=spec.rollout.prefill_chunk,
             decode=lambda ids: self._tokenizer.decode(ids),
         )
-        self._tuner = self._make_tuner()
+        self._tuner: StatefulTuner | None = None
+        if spec.drafting is not None and self.drafting is not None:
+            self._tuner = make_tuner(spec.drafting.speculation, model)
         self._recorded: _Recorded | None = None
+        self._before: dict[str, Any] | None = None
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -77,8 +80,9 @@ class RolloutUnit:
         return Tokenizer.load(self._path)
 
     def serve(self, decoder: Decoder, version: int) -> None:
-        """Decode with the decoder's weights from here on."""
+        """Decode with the decoder's weights from here on: what was drawn before counts."""
         self.engine.use_model(self._build(decoder), version)
+        self._before = None
 
     def load_drafter(self, served: Eagle3Drafter) -> None:
         """Draft with these weights and the served policy's embedding."""
@@ -87,8 +91,34 @@ class RolloutUnit:
 
     def begin(self, *, speculate: bool, collect: bool) -> None:
         """Prepare for a rollout: whether to guess ahead, whether to keep states for training."""
+        self._before = self.state_dict()
         self.engine.collect = collect
-        self.engine.use_tuner(self._tuner if speculate else never())
+        self.engine.use_tuner(self._tuner if speculate and self._tuner else never())
+
+    def abandon(self) -> None:
+        """Forget what was learned from the rollout since `begin`, unless `serve` came after it."""
+        if self._before is not None:
+            self.load_state_dict(self._before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all that rollouts taught: calibration, suffix index, and the tuner's state."""
+        if self.drafting is None or self._tuner is None:
+            return {}
+        return {"drafting": self.drafting.state_dict(), "tuner": self._tuner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        if self.drafting is not None and self._tuner is not None:
+            self.drafting.load_state_dict(state["drafting"])
+            self._tuner.load_state_dict(state["tuner"])
+
+    def save(self, path: Path) -> None:
+        """Write `state_dict`."""
+        save_state(path, self.state_dict())
+
+    def load(self, path: Path) -> None:
+        """Go on from what `save` wrote."""
+        self.load_state_dict(load_state(path))
 
     def record(self, served: Eagle3Drafter | None) -> None:
         """Keep the state as it is before a rollout, so that the rollout can be replayed."""
@@ -96,11 +126,8 @@ class RolloutUnit:
         if served is not None:
             kept = Eagle3Drafter(served.config)
             kept.load_state_dict(served.state_dict())
-        drafting = self.drafting.state_dict() if self.drafting is not None else None
-        model = self.engine.model
-        self._recorded = _Recorded(
-            model, self.engine.policy_version, drafting, kept, copy.deepcopy(self._tuner)
-        )
+        engine = self.engine
+        self._recorded = _Recorded(engine.model, engine.policy_version, kept, self.state_dict())
 
     def rewind(self) -> None:
         """Go back to the recorded state; `serve` leads back to the present."""
@@ -108,21 +135,14 @@ class RolloutUnit:
         if recorded is None:
             raise RuntimeError("nothing was recorded to rewind to")
         self.engine.use_model(recorded.model, recorded.policy_version)
-        self._tuner = copy.deepcopy(recorded.tuner)
-        if self.drafting is not None and recorded.drafting is not None:
-            self.drafting.load_state_dict(recorded.drafting)
-            if recorded.served is not None:
-                self.drafting.load(recorded.served, recorded.model.embedding)
+        self.load_state_dict(recorded.learned)
+        if self.drafting is not None and recorded.served is not None:
+            self.drafting.load(recorded.served, recorded.model.embedding)
 
     def _build(self, decoder: Decoder) -> InferenceModel:
         return InferenceModel(
             decoder, num_positions=self._num_positions, dtype=self._dtype, taps=self._taps
         )
-
-    def _make_tuner(self) -> Tuner:
-        if self.drafting is None or self._drafting_spec is None:
-            return never()
-        return make_tuner(self._drafting_spec.speculation, self.engine.model)
 
     def _make_drafting(
         self, spec: DraftingSpec, config: DecoderConfig, rows: int, length: int, worker: WorkerSpec

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +37,7 @@ from ratoon.cluster.training_unit import TrainingUnit
 from ratoon.drafter.model import DrafterConfig
 from ratoon.drafter.trainer import DrafterTrainer
 from ratoon.models.hf_io import load_decoder, save_decoder
-from ratoon.processes import end_with_parent
+from ratoon.processes import end_with_parent, survive_termination
 from ratoon.rollout.native.engine import EngineStats
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -58,6 +58,7 @@ class Worker:
         self._decoder = load_decoder(spec.model.path, dtype=torch.float32)
         self._rollout = RolloutUnit(spec, self._decoder) if spec.rollout is not None else None
         self._drafter: DrafterUnit | None = None
+        self._has_abandoned = False
         self._training = None
         if spec.training is not None:
             self._training = TrainingUnit(spec, spec.training, self._decoder)
@@ -76,6 +77,8 @@ class Worker:
             self._work_once()
 
     def _has_work(self) -> bool:
+        if self._has_abandoned:
+            return False
         decoding = self._rollout is not None and self._rollout.engine.has_work
         return decoding or (self._drafter is not None and self._drafter.is_training)
 
@@ -239,6 +242,7 @@ class Worker:
         assert self._rollout is not None
         self._rollout.serve(self._decoder, version)
         if self._drafter is not None:
+            self._drafter.complete_step()
             self._rollout.load_drafter(self._drafter.served)
 
     @callable_by_driver
@@ -283,15 +287,40 @@ class Worker:
         self._training.load(folder)
 
     @callable_by_driver
-    def drafting_state(self) -> Mapping[str, Any] | None:
-        """Calibration and suffix index, for a checkpoint."""
+    def save_own(self, folder: Path) -> None:
+        """Write what this worker alone knows: what rollouts taught it, and the drafter's data."""
         assert self._rollout is not None
-        drafting = self._rollout.drafting
-        return drafting.state_dict() if drafting is not None else None
+        own = self._own(folder)
+        own.mkdir()
+        self._rollout.save(own / "rollout")
+        if self._drafter is not None:
+            self._drafter.save_buffer(own / "buffer")
+
+    @callable_by_driver
+    def load_own(self, folder: Path) -> None:
+        """Go on from what `save_own` wrote."""
+        assert self._rollout is not None
+        own = self._own(folder)
+        self._rollout.load(own / "rollout")
+        if self._drafter is not None:
+            self._drafter.load_buffer(own / "buffer")
+
+    def _own(self, folder: Path) -> Path:
+        return folder / f"worker_{self.spec.index}"
+
+    @callable_by_driver
+    def abandon(self) -> None:
+        """Go back to the state after the last complete step, and from here on only answer calls."""
+        self._has_abandoned = True
+        if self._drafter is not None:
+            self._drafter.abandon()
+        if self._rollout is not None:
+            self._rollout.abandon()
 
 
 def main(spec: WorkerSpec, connection: Connection) -> None:
     """Entry point of the process: ends with a `Failed` message if anything is raised."""
+    survive_termination()
     end_with_parent(lambda: shutil.rmtree(spec.folder, ignore_errors=True))
     try:
         torch.set_num_threads(spec.threads)

@@ -1,80 +1,162 @@
-"""States to resume from: written whole or not at all, the last few kept."""
+"""States to resume from: written whole or not at all, checked when read, the last few kept.
+
+A checkpoint holds files of its parts, `state.json` with the counters, and `SHA256SUMS` of all of
+them, which `sha256sum --check` reads, too.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratoon.errors import CheckpointError
+from ratoon.errors import CheckpointError, ConfigError
 from ratoon.loop.rl_step import RunContext
 from ratoon.models.directories import whole_directory
 from ratoon.observe.run_folder import RunFolder
 
 STATE = "state.json"
+SUMS = "SHA256SUMS"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose files are as they were written; `state` are the values of its counters."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
 
 
 @contextmanager
 def whole_checkpoint(folder: RunFolder, step: int, keep: int, **state: Any) -> Iterator[Path]:
     """A folder to write the state after `step` into; older ones than the last `keep` go after."""
-    target = folder.checkpoints / f"step_{step:06d}"
+    target = _path(folder, step)
     with whole_directory(target) as draft:
         yield draft
         values = {"step": step, **state}
         (draft / STATE).write_text(json.dumps(values) + "\n", encoding="utf-8")
+        sums = [f"{_digest(draft / name, sync=True)}  {name}\n" for name in _files(draft)]
+        (draft / SUMS).write_text("".join(sums), encoding="utf-8")
+        _sync(draft / SUMS)
+    _sync(folder.checkpoints)
     for old in _checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        # Under a name that is no checkpoint's, so that one half removed is not taken for one.
+        shutil.rmtree(old.rename(old.with_name(f".{old.name}-{os.getpid()}.part")))
 
 
-def latest_checkpoint(folder: RunFolder) -> Path | None:
-    """The newest whole checkpoint."""
+def latest_checkpoint(folder: RunFolder) -> Checkpoint | None:
+    """The newest checkpoint, every file of it read and compared with its checksum.
+
+    Raises: CheckpointError if it is damaged.
+    """
     found = _checkpoints(folder)
-    return found[-1] if found else None
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The counters of a checkpoint. Raises `CheckpointError` if they are damaged."""
-    try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        return {**state, "step": int(state["step"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint / STATE} is damaged ({error}); remove {checkpoint} to resume from the "
-            "checkpoint before it"
-        ) from None
+    if not found:
+        return None
+    path = found[-1]
+    _verify(path)
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return Checkpoint(path, int(state["step"]), state)
 
 
 def save_checkpoint(run: RunContext, folder: RunFolder, step: int, keep: int) -> None:
-    """Write policy, drafter, both optimizers and the counters."""
+    """Write policy, drafter, both optimizers, the counters, and what each worker alone knows."""
     state = {
         "drafter": run.has_drafter,
         "drafter_version": run.ledger.version,
         "prompts_drawn": run.prompts_drawn,
+        "workers": len(run.workers),
     }
     with whole_checkpoint(folder, step, keep, **state) as draft:
         run.workers.call(0, "save_training", folder=draft / "policy")
         if run.has_drafter:
             run.workers.call(0, "save_drafter", folder=draft / "drafter")
+        run.workers.call_all("save_own", folder=draft)
 
 
-def restore(run: RunContext, checkpoint: Path) -> int:
-    """Load a checkpoint into all workers; returns its step."""
-    state = read_state(checkpoint)
-    run.workers.call_all("load_training", folder=checkpoint / "policy")
+def has_checkpoint(folder: RunFolder, step: int) -> bool:
+    """Whether the state after `step` was saved."""
+    return _path(folder, step).exists()
+
+
+def restore(run: RunContext, checkpoint: Checkpoint) -> None:
+    """Load a checkpoint into all workers.
+
+    Raises: ConfigError if it is of another number of workers.
+    """
+    path, state = checkpoint.path, checkpoint.state
+    if state["workers"] != len(run.workers):
+        raise ConfigError(
+            f"`workers.count` is {len(run.workers)}, but {path} was written by "
+            f"{state['workers']} workers, each with a state of its own; resume with as many"
+        )
+    run.workers.call_all("load_training", folder=path / "policy")
     if state["drafter"]:
         version = int(state["drafter_version"])
-        folder = checkpoint / "drafter"
-        run.workers.call_all("restore_drafter", folder=folder, version=version)
+        run.workers.call_all("restore_drafter", folder=path / "drafter", version=version)
         run.ledger.version = version
         run.has_drafter = True
     run.prompts_drawn = int(state["prompts_drawn"])
-    step = int(state["step"])
-    run.workers.call_all("serve_policy", version=step)
-    return step
+    run.workers.call_all("serve_policy", version=checkpoint.step)
+    run.workers.call_all("load_own", folder=path)
+
+
+def _path(folder: RunFolder, step: int) -> Path:
+    return folder.checkpoints / f"step_{step:06d}"
 
 
 def _checkpoints(folder: RunFolder) -> list[Path]:
-    return sorted(path for path in folder.checkpoints.glob("step_*") if (path / STATE).is_file())
+    """All of them, the oldest first."""
+    found = {path.name.removeprefix("step_"): path for path in folder.checkpoints.glob("step_*")}
+    numbers = sorted((number for number in found if number.isdecimal()), key=int)
+    return [found[number] for number in numbers]
+
+
+def _files(checkpoint: Path) -> list[str]:
+    files = (path for path in checkpoint.rglob("*") if path.is_file() and path.name != SUMS)
+    return sorted(path.relative_to(checkpoint).as_posix() for path in files)
+
+
+def _verify(checkpoint: Path) -> None:
+    """Compare all files with their checksums. Raises: CheckpointError naming the first other."""
+    try:
+        *lines, rest = (checkpoint / SUMS).read_text(encoding="utf-8").split("\n")
+        pairs = [line.split("  ", 1) for line in lines]
+        expected = {name: digest for digest, name in pairs}
+        if rest:
+            raise ValueError("cut short")
+        for name in sorted({STATE, *expected, *_files(checkpoint)}):
+            if not (checkpoint / name).is_file():
+                raise _damaged(checkpoint, name, "is missing")
+            if _digest(checkpoint / name) != expected.get(name):
+                raise _damaged(checkpoint, name, f"is not what was written, by {SUMS}")
+    except (OSError, ValueError) as error:
+        raise _damaged(checkpoint, SUMS, f"cannot be read ({error})") from None
+
+
+def _damaged(checkpoint: Path, name: str, words: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint / name} {words}: the checkpoint is damaged; remove {checkpoint} to resume "
+        "from the checkpoint before it"
+    )
+
+
+def _digest(path: Path, *, sync: bool = False) -> str:
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

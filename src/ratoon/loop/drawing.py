@@ -85,6 +85,5 @@ def joined(rollouts: Sequence[RolloutResult]) -> RolloutResult:
         filled_s=sum(rollout.filled_s for rollout in rollouts),
         spot=tuple(session for rollout in rollouts for session in rollout.spot),
         stop_s=tuple(seconds for rollout in rollouts for seconds in rollout.stop_s),
-        publications=sum(rollout.publications for rollout in rollouts),
         stats=tuple(stats for rollout in rollouts for stats in rollout.stats),
     )

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ratoon.cluster.local import LocalWorkers, remove_folder, shared_folder
+from ratoon.cluster.local import LocalWorkers, shared_folder
 from ratoon.cluster.spec import DraftingSpec, WorkerSpec
 from ratoon.config.rl import Rollout as EngineSettings
 from ratoon.config.speculation import Drafter, Speculation, Spot
@@ -219,31 +219,29 @@ def _started(
 ) -> Iterator[LocalWorkers]:
     """Worker processes that decode with the model, guessing ahead from earlier text."""
     settings = Workers(count=machine.workers)
-    count, shared = num_workers(settings), shared_folder()
+    count = num_workers(settings)
     drafting = DraftingSpec(
         Speculation(drafters=("suffix",)), Drafter(), Spot(enabled=False), plan.params.temperature
     )
-    specs = [
-        WorkerSpec(
-            index=index,
-            count=count,
-            threads=settings.threads,
-            seed=plan.seed,
-            folder=shared,
-            model=ModelSettings.model_validate({"path": subject.path, "dtype": fast_dtype()}),
-            vocab_limit=subject.tokenizer.vocab_size,
-            training=None,
-            rollout=EngineSettings(max_batch=machine.batch, max_length=length),
-            drafting=drafting,
-        )
-        for index in range(count)
-    ]
-    try:
+    with shared_folder() as shared:
+        specs = [
+            WorkerSpec(
+                index=index,
+                count=count,
+                threads=settings.threads,
+                seed=plan.seed,
+                folder=shared,
+                model=ModelSettings.model_validate({"path": subject.path, "dtype": fast_dtype()}),
+                vocab_limit=subject.tokenizer.vocab_size,
+                training=None,
+                rollout=EngineSettings(max_batch=machine.batch, max_length=length),
+                drafting=drafting,
+            )
+            for index in range(count)
+        ]
         with LocalWorkers(specs) as workers:
             workers.wait_until_ready()
             yield workers
-    finally:
-        remove_folder(shared)
 
 
 def _draw(

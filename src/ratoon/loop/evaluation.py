@@ -78,8 +78,10 @@ def evaluate(run: RunContext, step: int) -> EvalResult:
         step=step,
         on_response=scorer.submit,
         activity="evaluation",
+        stop=run.stop,
     ).run(groups)
-    results = scorer.results(rollout.completions)
+    with run.stop.at_any_moment():
+        results = scorer.results(rollout.completions)
     rewards = _means([result.score for result in results], samples)
     observer.completions("eval", step, scorer.records(rollout.completions, results))
     observer.metrics(

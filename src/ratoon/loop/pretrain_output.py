@@ -13,7 +13,7 @@ from ratoon.errors import CheckpointError, ConfigError
 from ratoon.est.adaptive import AdaptiveSchedule
 from ratoon.est.schedule import Stage
 from ratoon.loop.accounting import Account
-from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
+from ratoon.loop.checkpoints import latest_checkpoint, whole_checkpoint
 from ratoon.loop.pretrain_setup import Data, Evolution, learning_rate
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder
@@ -63,15 +63,16 @@ def load_run(
     """
     workers = trainer.workers
     checkpoint = latest_checkpoint(folder) if folder is not None else None
-    state = read_state(checkpoint) if checkpoint is not None else None
-    state = json.loads(workers.broadcast(json.dumps(state)))
+    own = checkpoint.state if checkpoint is not None else None
+    state = json.loads(workers.broadcast(json.dumps(own)))
     if state is None:
         return None
     try:
         account, past = Account(**state["account"]), state["past"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{checkpoint} is no checkpoint of pretraining ({error}); give the folder of such a run"
+            f"{checkpoint and checkpoint.path} is no checkpoint of pretraining ({error}); give the "
+            "folder of such a run"
         ) from None
     if isinstance(evolution.schedule, AdaptiveSchedule):
         evolution.schedule.load_state_dict(state["schedule"])
@@ -86,7 +87,7 @@ def load_run(
     if checkpoint is None:
         trainer.load_state(None, {})
     else:
-        trainer.load_state(*load_state(checkpoint / TRAINER))
+        trainer.load_state(*load_state(checkpoint.path / TRAINER))
     return account
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ratoon.config import build_config, resolved_yaml
+from ratoon.config import build_config
 from ratoon.config.rl import RLConfig
 from ratoon.config.sft import SFTConfig
+from ratoon.loop.open_run import open_folder
 from ratoon.loop.rl_run import run_rl
+from ratoon.loop.setup import with_machine
 from ratoon.loop.sft_run import run_sft
-from ratoon.models.compute_dtype import with_dtype
 from ratoon.models.fetch import fetch
 from ratoon.models.tiny import make_tiny_model
 from ratoon.observe.observer import Observer
-from ratoon.observe.provenance import provenance
-from ratoon.observe.run_folder import RunFolder
+from ratoon.observe.run_folder import is_occupied
+from ratoon.stopping import Stop
 
 MODEL = "smollm2-135m"
 
@@ -81,40 +82,40 @@ TINY_RL: dict[str, Any] = {
 }
 
 
-def run_quickstart(tiny: bool, target: Path, observer: Observer, seed: int = 1) -> None:
+def run_quickstart(
+    tiny: bool,
+    target: Path,
+    observer: Observer,
+    seed: int = 1,
+    *,
+    resume: bool = False,
+    stop: Stop | None = None,
+) -> None:
     """Run the quickstart into `target`; the warm start's own folder lies in there.
 
-    `seed` is that of order and noise; the problems are the same for all.
+    `seed` is that of order and noise; the problems are the same for all. With `resume` an earlier
+    one is gone on with: its model and its warm start are kept if they are complete, and each stage
+    goes on from its last checkpoint.
 
-    Raises: RatoonError of all kinds.
+    Raises: Stopped as `stop` asks; RatoonError of all kinds.
     """
     sft, rl = ({**part, "seed": seed} for part in ((TINY_SFT, TINY_RL) if tiny else (SFT, RL)))
     model = target / "start" if tiny else Path("models") / MODEL
-    warm = {"output_dir": str(target), "name": "warm-start"}
-    sft_config = with_dtype(build_config(SFTConfig, {**sft, **warm, "model": {"path": str(model)}}))
+    warm = {"output_dir": str(target), "name": "warm-start", "model": {"path": str(model)}}
+    sft_config = with_machine(build_config(SFTConfig, {**sft, **warm}))
     where = {"output_dir": str(target.parent), "name": target.name}
     start = {"path": str(target / "warm-start" / "model")}
-    rl_config = with_dtype(build_config(RLConfig, {**rl, **where, "model": start}))
-    folder = _create(rl_config)
-    observer.phase("model")
-    try:
-        if tiny:
-            make_tiny_model(model)
-        else:
-            fetch(MODEL, model)
-    except BaseException:
-        folder.remove_if_unused()
-        raise
-    sft_folder = _create(sft_config)
-    with observer.within(sft_folder) as warm_observer:
-        run_sft(sft_config, sft_folder, warm_observer)
+    rl_config = with_machine(build_config(RLConfig, {**rl, **where, "model": start}))
+    folder = open_folder(rl_config, resume=resume)
     with observer.within(folder) as inner:
-        run_rl(rl_config, folder, inner)
-
-
-def _create(config: SFTConfig | RLConfig) -> RunFolder:
-    return RunFolder.create(
-        config.output_dir / config.name,
-        config_yaml=resolved_yaml(config),
-        provenance=provenance(config.seed),
-    )
+        inner.phase("model")
+        if not tiny:
+            fetch(MODEL, model)
+        elif not model.exists():
+            make_tiny_model(model)
+        if not rl_config.model.path.exists():
+            began = is_occupied(sft_config.output_dir / sft_config.name)
+            sft_folder = open_folder(sft_config, resume=began)
+            with inner.within(sft_folder) as warm_observer:
+                run_sft(sft_config, sft_folder, warm_observer, stop)
+        run_rl(rl_config, folder, inner, stop)

@@ -34,11 +34,10 @@ class Replay:
         """Median time without speculation over median time with it."""
         return statistics.median(self.plain_s) / statistics.median(self.speculative_s)
 
-    def step_speedup(self, outcome: StepOutcome) -> float:
-        """The same for the whole step: what is not rollout takes equally long in both."""
-        rest = outcome.total_s - outcome.rollout_s
+    def step_speedup(self, rest_s: float) -> float:
+        """The same for the whole step, whose rest takes equally long in both."""
         plain, fast = statistics.median(self.plain_s), statistics.median(self.speculative_s)
-        return (plain + rest) / (fast + rest)
+        return (plain + rest_s) / (fast + rest_s)
 
 
 def replay(run: RunContext, step: int, outcome: StepOutcome, *, exact: bool) -> Replay:
@@ -60,6 +59,7 @@ def replay(run: RunContext, step: int, outcome: StepOutcome, *, exact: bool) -> 
                     capacity=run.config.rollout.max_batch,
                     step=step,
                     activity="evaluation",
+                    stop=run.stop,
                 ).run(groups, speculate=speculate)
                 for groups in outcome.rounds
             ]

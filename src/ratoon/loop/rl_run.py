@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import shutil
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from ratoon.cluster.local import LocalWorkers, remove_folder, shared_folder
+from ratoon.cluster.local import LocalWorkers, shared_folder
 from ratoon.config.rl import RLConfig
 from ratoon.drafter.model import choose_draft_vocabulary
-from ratoon.evals.statistics import paired_difference
 from ratoon.loop.checkpoints import (
+    Checkpoint,
+    has_checkpoint,
     latest_checkpoint,
     restore,
     save_checkpoint,
 )
 from ratoon.loop.evaluation import evaluate, stored_rewards
-from ratoon.loop.replay import Replay, replay
-from ratoon.loop.rl_step import RunContext, StepOutcome, entropy_per_token, rl_step
+from ratoon.loop.replay import replay
+from ratoon.loop.rl_step import RunContext, StepOutcome, rl_step
+from ratoon.loop.rl_summary import Findings, figures_of, step_records
 from ratoon.loop.rollout import DrafterLedger
 from ratoon.loop.setup import (
     check_adapters,
@@ -35,72 +34,110 @@ from ratoon.loop.setup import (
     report_numerics,
     rl_specs,
     shared_bytes,
+    with_machine,
 )
-from ratoon.models.compute_dtype import with_dtype
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.summary import write_summary
 from ratoon.records import Completion
 from ratoon.rl.rewards import build_rewards
 from ratoon.rl.rewards.pool import RewardPool
+from ratoon.stopping import Stop, Stopped
 
 
-@dataclass(slots=True)
-class _History:
-    """What the summary is made of."""
-
-    outcomes: list[StepOutcome] = field(default_factory=list)
-    before: tuple[float, ...] | None = None
-    after: tuple[float, ...] | None = None
-    replay: Replay | None = None
-
-
-def run_rl(config: RLConfig, folder: RunFolder, observer: Observer) -> None:
+def run_rl(
+    config: RLConfig, folder: RunFolder, observer: Observer, stop: Stop | None = None
+) -> None:
     """Train as configured; continues after the last checkpoint in `folder`, if there is one.
 
-    Raises: RatoonError of all kinds; whatever is raised, no process is left behind.
+    Raises: Stopped as `stop` asks, when the last complete step is saved; RatoonError of all kinds.
+    Whatever is raised, no process is left behind.
     """
-    started = observer.clock.now()
-    config = with_dtype(config)
-    with _context(config, observer) as run:
-        numerics = report_numerics(
-            run.workers, observer, "a replay counts the tokens that rounding flips"
-        )
-        history = _History()
-        first = _begin(run, folder, history)
-        observer.phase("RL", config.steps, done=first - 1)
-        for step in range(first, config.steps + 1):
-            last = step == config.steps
-            if last and config.replay_last_step:
-                run.workers.call_all("record")
-            outcome = rl_step(run, step)
-            history.outcomes.append(outcome)
-            if not run.has_drafter:
-                _make_drafter(run, outcome.rollout.completions)
-            if run.held_out and (last or _is_due(step, config.evaluation.every)):
-                history.after = evaluate(run, step).rewards
-            if last or step % config.checkpoint.every == 0:
-                save_checkpoint(run, folder, step, config.checkpoint.keep)
-        if config.replay_last_step and history.outcomes:
-            observer.phase("replay of the last step")
-            last_outcome = history.outcomes[-1]
-            history.replay = replay(run, config.steps, last_outcome, exact=numerics == "invariant")
+    stop = stop or Stop()
+    config = with_machine(config)
+    checkpoint = latest_checkpoint(folder)
+    with _context(config, observer, stop) as run:
+        report_numerics(run.workers, observer, "a replay counts the tokens that rounding flips")
+        findings = Findings()
+        if checkpoint is None:
+            _begin(run, findings)
+        else:
+            restore(run, checkpoint)
+            observer.resume_after(checkpoint.step)
+        with stop.deferred(), _saving_when_stopped(run, folder):
+            _train(run, folder, findings, checkpoint)
         _save_products(run, folder)
-        seconds = observer.clock.now() - started
-        figures = _summary(run, history, numerics, seconds)
-        notes = list(run.notes)
-        if 1 < first <= config.steps:
+        figures = figures_of(step_records(folder), findings)
+        notes = [*run.notes]
+        if config.replay_last_step and findings.replay is None:
             notes.append(
-                f"The run was resumed: times and shares are those of steps {first} to "
-                f"{config.steps}."
+                "The run was interrupted after its last step, which was not replayed any more: no "
+                "tokens were compared."
             )
         if notes:
             figures["notes"] = notes
+        figures |= {"numerics": run.workers.numerics, "seconds": observer.elapsed_s}
+        figures |= {"steps": config.steps, "workers": len(run.workers)}
         write_summary(folder.summary, figures)
 
 
+def _train(
+    run: RunContext, folder: RunFolder, findings: Findings, checkpoint: Checkpoint | None
+) -> None:
+    """All steps that are left, with what belongs to each, and the replay of the last."""
+    config = run.config
+    if checkpoint is not None:
+        run.steps_done = checkpoint.step
+        samples = config.evaluation.samples
+        findings.before = stored_rewards(folder, 0, samples)
+        findings.after = stored_rewards(folder, run.steps_done, samples)
+        if findings.after is None:
+            _evaluate_if_due(run, findings)
+    run.observer.phase("RL", config.steps, done=run.steps_done)
+    outcome: StepOutcome | None = None
+    for step in range(run.steps_done + 1, config.steps + 1):
+        last = step == config.steps
+        if last and config.replay_last_step:
+            run.workers.call_all("record")
+        outcome = rl_step(run, step)
+        if not run.has_drafter:
+            _make_drafter(run, outcome.rollout.completions)
+        run.steps_done = step
+        _evaluate_if_due(run, findings)
+        if last or step % config.checkpoint.every == 0:
+            save_checkpoint(run, folder, step, config.checkpoint.keep)
+    if config.replay_last_step and outcome is not None:
+        run.observer.phase("replay of the last step")
+        exact = run.workers.numerics == "invariant"
+        findings.replay = replay(run, config.steps, outcome, exact=exact)
+
+
+def _evaluate_if_due(run: RunContext, findings: Findings) -> None:
+    step, every = run.steps_done, run.config.evaluation.every
+    is_due = step == run.config.steps or (every is not None and step % every == 0)
+    if run.held_out and is_due:
+        findings.after = evaluate(run, step).rewards
+
+
 @contextmanager
-def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
+def _saving_when_stopped(run: RunContext, folder: RunFolder) -> Iterator[None]:
+    """When a stop ends the block, save the last complete step, unless that is done already."""
+    try:
+        yield
+    except Stopped:
+        step = run.steps_done
+        if step == 0:
+            raise Stopped(
+                "stopped in the first step, before there was anything to save; --resume begins anew"
+            ) from None
+        if not has_checkpoint(folder, step):
+            run.workers.call_busy("abandon")
+            save_checkpoint(run, folder, step, run.config.checkpoint.keep)
+        raise Stopped(f"stopped after step {step}, which is saved; go on with --resume") from None
+
+
+@contextmanager
+def _context(config: RLConfig, observer: Observer, stop: Stop) -> Iterator[RunContext]:
     """Everything a run works with; data and rewards are checked before a process starts."""
     check_context("rollout.max_length", config.rollout.max_length, config.model.path)
     check_adapters(config.lora, config.model.path)
@@ -114,44 +151,34 @@ def _context(config: RLConfig, observer: Observer) -> Iterator[RunContext]:
     rewards = build_rewards([reward.model_dump() for reward in config.rewards])
     rewards.check([*train, *held_out])
     observer.phase("loading")
-    shared = shared_folder(shared_bytes(config))
     runtime = config.reward_runtime
-    try:
-        with (
-            RewardPool(
-                rewards,
-                num_workers=runtime.workers,
-                timeout_s=runtime.timeout_s,
-                on_error=runtime.on_error,
-            ) as pool,
-            LocalWorkers(rl_specs(config, tokenizer, shared)) as workers,
-        ):
-            workers.wait_until_ready()
-            yield RunContext(
-                config,
-                tokenizer,
-                train,
-                held_out,
-                workers,
-                pool,
-                observer,
-                DrafterLedger(),
-                notes=tuple(dropped),
-            )
-    finally:
-        remove_folder(shared)
+    with (
+        shared_folder(shared_bytes(config)) as shared,
+        RewardPool(
+            rewards,
+            num_workers=runtime.workers,
+            timeout_s=runtime.timeout_s,
+            on_error=runtime.on_error,
+        ) as pool,
+        LocalWorkers(rl_specs(config, tokenizer, shared)) as workers,
+    ):
+        workers.wait_until_ready()
+        yield RunContext(
+            config,
+            tokenizer,
+            train,
+            held_out,
+            workers,
+            pool,
+            observer,
+            DrafterLedger(),
+            stop,
+            notes=tuple(dropped),
+        )
 
 
-def _begin(run: RunContext, folder: RunFolder, history: _History) -> int:
-    """Evaluate before the first step, or restore a checkpoint; returns the step to go on with."""
-    checkpoint = latest_checkpoint(folder)
-    if checkpoint is not None:
-        step = restore(run, checkpoint)
-        run.observer.resume_after(step)
-        samples = run.config.evaluation.samples
-        history.before = stored_rewards(folder, 0, samples)
-        history.after = stored_rewards(folder, step, samples)
-        return step + 1
+def _begin(run: RunContext, findings: Findings) -> None:
+    """Make the drafter, and evaluate before the first step."""
     # What a run wrote that ended before its first checkpoint.
     run.observer.resume_after(-1)
     if _vocabulary_is_full(run):
@@ -159,10 +186,9 @@ def _begin(run: RunContext, folder: RunFolder, history: _History) -> int:
     if run.held_out:
         run.observer.phase("evaluation before training")
         result = evaluate(run, 0)
-        history.before = result.rewards
+        findings.before = result.rewards
         if not run.has_drafter:
             _make_drafter(run, result.rollout.completions)
-    return 1
 
 
 def _vocabulary_is_full(run: RunContext) -> bool:
@@ -183,10 +209,6 @@ def _make_drafter(run: RunContext, completions: Sequence[Completion]) -> None:
     run.has_drafter = True
 
 
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
-
-
 def _save_products(run: RunContext, folder: RunFolder) -> None:
     """The trained model, and the drafter beside it."""
     for product in (folder.model, folder.adapter, folder.drafter):
@@ -197,63 +219,3 @@ def _save_products(run: RunContext, folder: RunFolder) -> None:
         run.workers.call(0, "save_adapter", folder=folder.adapter)
     if run.has_drafter:
         run.workers.call(0, "save_drafter", folder=folder.drafter)
-
-
-def _summary(run: RunContext, history: _History, numerics: str, seconds: float) -> dict[str, Any]:
-    outcomes, replayed = history.outcomes, history.replay
-    before, after = history.before, history.after
-    difference = paired_difference(before, after) if before and after else None
-    total = sum(outcome.total_s for outcome in outcomes)
-    lengths = [length for o in outcomes if (length := o.rollout.acceptance_length) is not None]
-    stops = [stop for outcome in outcomes for stop in outcome.rollout.stop_s]
-    idle = sum(outcome.rollout.idle_s for outcome in outcomes)
-    decoding = sum(outcome.rollout.seconds for outcome in outcomes) * len(run.workers)
-    filled = sum(outcome.rollout.filled_s for outcome in outcomes)
-    last = outcomes[-1] if outcomes else None
-
-    def share(part: float) -> float | None:
-        return part / total if total else None
-
-    return {
-        "reward_before": statistics.fmean(before) if before else None,
-        "reward_after": statistics.fmean(after) if after else None,
-        "reward_diff_stderr": difference[1] if difference else None,
-        "tokens_identical": replayed.flips == 0 if replayed else None,
-        "flips": replayed.flips if replayed else None,
-        "numerics": numerics,
-        "rollout_speedup": replayed.rollout_speedup if replayed else None,
-        "step_speedup": replayed.step_speedup(last) if replayed and last else None,
-        "rollout_share": share(sum(outcome.rollout_s for outcome in outcomes)),
-        "update_share": share(sum(outcome.update_s for outcome in outcomes)),
-        "reward_share": share(sum(outcome.reward_s for outcome in outcomes)),
-        "idle_fraction": idle / decoding if decoding else None,
-        "idle_fraction_filled": min(1.0, filled / idle) if idle else None,
-        "spot_tokens": sum(s.tokens for outcome in outcomes for s in outcome.rollout.spot),
-        "spot_stop_ms_median": 1e3 * statistics.median(stops) if stops else None,
-        "acceptance_length_first": lengths[0] if lengths else None,
-        "acceptance_length_last": lengths[-1] if lengths else None,
-        "entropy_per_token": entropy_per_token(last.rollout) if last else None,
-        "seconds": seconds,
-        "steps": run.config.steps,
-        "workers": len(run.workers),
-        **(_replay_figures(replayed) if replayed else {}),
-    }
-
-
-def _replay_figures(replayed: Replay) -> dict[str, Any]:
-    return {
-        "responses_compared": replayed.responses,
-        "tokens_compared": replayed.tokens,
-        "replays": [
-            {
-                "case": f"last step, round {index + 1}",
-                "plain_s": plain,
-                "ratoon_s": fast,
-                "tokens": replayed.tokens,
-                "identical": replayed.flips == 0,
-            }
-            for index, (plain, fast) in enumerate(
-                zip(replayed.plain_s, replayed.speculative_s, strict=True)
-            )
-        ],
-    }

@@ -21,11 +21,12 @@ from ratoon.observe.timeline import Activity
 from ratoon.records import Prompt, SamplingParams, Stream
 from ratoon.rl.dynamic_sampling import DynamicSampling
 from ratoon.rl.rewards.pool import RewardPool, RewardResult
+from ratoon.stopping import Stop
 
 
 @dataclass(slots=True)
 class RunContext:
-    """What every step of a run works with.
+    """What every step of a run works with; `steps_done` are complete.
 
     `prompts_drawn` is its place in the training data; `notes` are for whoever reads its summary.
     """
@@ -38,7 +39,9 @@ class RunContext:
     pool: RewardPool
     observer: Observer
     ledger: DrafterLedger
+    stop: Stop
     has_drafter: bool = False
+    steps_done: int = 0
     prompts_drawn: int = 0
     notes: tuple[str, ...] = ()
 
@@ -57,9 +60,14 @@ class StepOutcome:
 
 
 def rl_step(run: RunContext, step: int) -> StepOutcome:
-    """Do step `step` (from 1) and report it."""
+    """Do step `step` (from 1) and report it.
+
+    Raises: Stopped before anything of the policy has changed; once that begins, the step is done to
+    its end.
+    """
     config, observer, clock = run.config, run.observer, run.observer.clock
     started = clock.now()
+    version = run.ledger.version
     drawn = draw_groups(run, step)
     rollout = joined([part.rollout for part in drawn.rounds])
     scored = clock.now()
@@ -97,6 +105,7 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
             **drawn.metrics(),
             **learning_metrics(samples, divergences),
             **rollout_metrics(rollout, len(run.workers), sessions),
+            "drafter/versions": run.ledger.version - version,
             **updates[0],
             "time/step_s": outcome.total_s,
             "time/rollout_s": outcome.rollout_s,
@@ -136,7 +145,8 @@ def draw_groups(run: RunContext, step: int) -> Drawn:
         )
         rollout = draw(run, groups, step, scorer)
         rolled_out = clock.now()
-        results = scorer.results(rollout.completions)
+        with run.stop.at_any_moment():
+            results = scorer.results(rollout.completions)
         reward_s = clock.now() - rolled_out
         records = scorer.records(rollout.completions, results)
         rounds.append(Round(tuple(groups), rollout, tuple(results), tuple(records), reward_s))
@@ -160,6 +170,7 @@ def draw(run: RunContext, groups: Sequence[Group], step: int, scorer: Scorer) ->
         capacity=everything if fixed else run.config.rollout.max_batch,
         step=step,
         on_response=scorer.submit,
+        stop=run.stop,
     )
     trains = run.has_drafter and spot.enabled
     return rollout.run(groups, collect=trains, spot_training=trains and not fixed)
@@ -218,7 +229,6 @@ def rollout_metrics(
         "speculation/acceptance_length": rollout.acceptance_length,
         "drafter/tokens": sum(session.tokens for session in sessions),
         "drafter/optimizer_steps": sum(session.steps for session in sessions),
-        "drafter/versions": rollout.publications,
         "drafter/loss": next((s.loss for s in reversed(sessions) if s.loss is not None), None),
         "idle/frac": idle,
         "idle/filled_frac": min(1.0, rollout.filled_s / rollout.idle_s) if rollout.idle_s else None,

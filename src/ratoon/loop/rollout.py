@@ -34,6 +34,7 @@ from ratoon.observe.observer import Observer
 from ratoon.observe.timeline import Activity
 from ratoon.records import Completion
 from ratoon.rollout.native.engine import EngineStats
+from ratoon.stopping import Stop
 
 POLL_S = 0.5
 
@@ -54,7 +55,6 @@ class RolloutResult:
     filled_s: float
     spot: tuple[SpotResult, ...]
     stop_s: tuple[float, ...]
-    publications: int
     stats: tuple[EngineStats, ...]
 
     @property
@@ -113,7 +113,8 @@ class Rollout:
     """Runs one rollout.
 
     `on_response` is called with each response as it arrives; `activity` is what the timeline calls
-    the time in which a worker decodes.
+    the time in which a worker decodes. `stop` is looked at between messages: Stopped leaves the
+    workers in the midst of work.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Rollout:
         step: int,
         on_response: Callable[[Completion], None] = lambda completion: None,
         activity: Activity = "rollout",
+        stop: Stop | None = None,
     ) -> None:
         self._workers = workers
         self._observer = observer
@@ -134,6 +136,7 @@ class Rollout:
         self._capacity = capacity
         self._step = step
         self._on_response = on_response
+        self._stop = stop or Stop()
         self._activities: dict[WorkerState, Activity] = {
             WorkerState.ROLLOUT: activity,
             WorkerState.IDLE: "idle",
@@ -143,7 +146,6 @@ class Rollout:
         self._finished: dict[object, Completion] = {}
         self._spot: list[SpotResult] = []
         self._stop_s: list[float] = []
-        self._publications = 0
 
     def run(
         self,
@@ -164,6 +166,7 @@ class Rollout:
         self._total = sum(len(group) for group in groups)
         self._spot_training = spot_training
         while not self._act():
+            self._stop.check()
             for index, message in self._workers.receive(POLL_S):
                 self._handle(index, message)
         end = max(worker.last_response_s for worker in self._table)
@@ -221,7 +224,6 @@ class Rollout:
             if worker.unfinished == 0:
                 self._enter(index, WorkerState.IDLE)
         elif isinstance(message, DrafterPublished):
-            self._publications += 1
             take = self._ledger.record(message)
             self._observer.status(drafter_version=message.version)
             for other in range(len(self._table)):
@@ -261,6 +263,5 @@ class Rollout:
             filled_s=max(0.0, trained - rested - sum(self._stop_s)),
             spot=tuple(self._spot),
             stop_s=tuple(self._stop_s),
-            publications=self._publications,
             stats=tuple(stats),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -12,13 +13,14 @@ from ratoon.cluster.exchange import exchange_bytes
 from ratoon.cluster.local import LocalWorkers
 from ratoon.cluster.spec import DraftingSpec, TrainingSpec, WorkerSpec
 from ratoon.config.rl import RLConfig
+from ratoon.config.sft import SFTConfig
 from ratoon.config.training import LoRA, Workers
 from ratoon.data.prompts import PromptStyle, load_prompts
 from ratoon.drafter.checkpoint import read_drafter_config
 from ratoon.drafter.model import DrafterConfig
 from ratoon.errors import CapabilityError, CheckpointError, ConfigError
 from ratoon.loop.evaluation import evaluation_params
-from ratoon.models.compute_dtype import DTYPES
+from ratoon.models.compute_dtype import DTYPES, with_dtype
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
@@ -26,6 +28,8 @@ from ratoon.records import Prompt
 from ratoon.sampling.stop_strings import check_stop_strings
 from ratoon.sampling.transforms import check_ids
 from ratoon.training.lora import check_targets
+
+Config = TypeVar("Config", RLConfig, SFTConfig)
 
 
 def num_workers(workers: Workers) -> int:
@@ -37,6 +41,16 @@ def num_workers(workers: Workers) -> int:
     else:
         cores = psutil.cpu_count(logical=False) or 1
     return max(1, cores // workers.threads)
+
+
+def with_machine(config: Config) -> Config:
+    """The configuration with the number format and number of workers that this machine decides.
+
+    A run's folder keeps both: on another kind of machine a run is not resumed by accident.
+    """
+    config = with_dtype(config)
+    workers = config.workers.model_copy(update={"count": num_workers(config.workers)})
+    return config.model_copy(update={"workers": workers})
 
 
 def check_context(key: str, length: int, model: Path) -> None:
@@ -171,13 +185,11 @@ def rl_specs(config: RLConfig, tokenizer: Tokenizer, folder: Path) -> Sequence[W
     ]
 
 
-def report_numerics(workers: LocalWorkers, observer: Observer, consequence: str) -> str:
-    """`invariant` if every worker proved it, else `tolerant`, said aloud with what follows."""
+def report_numerics(workers: LocalWorkers, observer: Observer, consequence: str) -> None:
+    """Say aloud if numerics are tolerant because a proof failed, and what follows."""
     failures = [item["failures"] for item in workers.descriptions if item["failures"]]
     if failures:
         observer.note(
             f"numerics fall back to tolerant: here {len(failures[0])} checks found other bits "
             f"for other batches (first: {failures[0][0]}); {consequence}"
         )
-    proven = all(item["numerics"] == "invariant" for item in workers.descriptions)
-    return "invariant" if proven else "tolerant"

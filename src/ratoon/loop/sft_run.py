@@ -7,37 +7,57 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ratoon.cluster.local import LocalWorkers, remove_folder, shared_folder
+from ratoon.cluster.local import LocalWorkers, shared_folder
 from ratoon.cluster.spec import TrainingSpec, WorkerSpec
 from ratoon.config.sft import SFTConfig
 from ratoon.data.examples import Example, load_examples
 from ratoon.data.prompts import PromptStyle
-from ratoon.loop.checkpoints import latest_checkpoint, read_state, whole_checkpoint
-from ratoon.loop.setup import check_adapters, check_context, load_tokenizer, num_workers
-from ratoon.models.compute_dtype import with_dtype
+from ratoon.loop.checkpoints import Checkpoint, latest_checkpoint, whole_checkpoint
+from ratoon.loop.setup import (
+    check_adapters,
+    check_context,
+    load_tokenizer,
+    num_workers,
+    with_machine,
+)
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
+from ratoon.stopping import Stop
 
 Batch = list[Example]
 
 
-def run_sft(config: SFTConfig, folder: RunFolder, observer: Observer) -> None:
-    """Train as configured; continues after the last checkpoint in `folder`, if there is one."""
-    config = with_dtype(config)
+def run_sft(
+    config: SFTConfig, folder: RunFolder, observer: Observer, stop: Stop | None = None
+) -> None:
+    """Train as configured; continues after the last checkpoint in `folder`, if there is one.
+
+    Raises: Stopped as `stop` asks, when the last complete step is saved; RatoonError of all kinds.
+    """
+    stop = stop or Stop()
+    config = with_machine(config)
+    checkpoint = latest_checkpoint(folder)
     check_context("max_length", config.max_length, config.model.path)
     check_adapters(config.lora, config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     train, held_out = _load(config, tokenizer, observer.note)
     batches = list(make_batches(train, config))
-    shared = shared_folder()
-    try:
-        with LocalWorkers(_specs(config, tokenizer, shared, len(batches))) as workers:
-            observer.phase("loading")
-            workers.wait_until_ready()
-            _train(config, folder, observer, workers, batches, held_out)
-    finally:
-        remove_folder(shared)
+    with (
+        shared_folder() as shared,
+        LocalWorkers(_specs(config, tokenizer, shared, len(batches))) as workers,
+    ):
+        observer.phase("loading")
+        workers.wait_until_ready()
+        done = _begin(checkpoint, observer, workers)
+        with stop.deferred():
+            _train(config, folder, observer, workers, batches, held_out, done=done, stop=stop)
+        for product in (folder.model, folder.adapter):
+            if product.exists():
+                shutil.rmtree(product)
+        workers.call(0, "save_model", folder=folder.model)
+        if config.lora is not None:
+            workers.call(0, "save_adapter", folder=folder.adapter)
 
 
 def make_batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[Batch]:
@@ -118,6 +138,17 @@ def _pairs(examples: Sequence[Example]) -> list[tuple[tuple[int, ...], tuple[int
     return [(example.prompt_ids, example.completion_ids) for example in examples]
 
 
+def _begin(checkpoint: Checkpoint | None, observer: Observer, workers: LocalWorkers) -> int:
+    """Load the checkpoint, if there is one; returns the steps done."""
+    if checkpoint is None:
+        # What a run wrote that ended before its first checkpoint.
+        observer.resume_after(-1)
+        return 0
+    workers.call_all("load_training", folder=checkpoint.path / "policy")
+    observer.resume_after(checkpoint.step)
+    return checkpoint.step
+
+
 def _train(
     config: SFTConfig,
     folder: RunFolder,
@@ -125,14 +156,10 @@ def _train(
     workers: LocalWorkers,
     batches: Sequence[Batch],
     held_out: Sequence[Example],
+    *,
+    done: int,
+    stop: Stop,
 ) -> None:
-    done = 0
-    checkpoint = latest_checkpoint(folder)
-    if checkpoint is not None:
-        done = read_state(checkpoint)["step"]
-        workers.call_all("load_training", folder=checkpoint / "policy")
-    # Also what a run wrote that ended before its first checkpoint.
-    observer.resume_after(done or -1)
     observer.phase("SFT", len(batches), done=done)
     if held_out and not done:
         _evaluate(observer, workers, held_out, 0)
@@ -147,15 +174,10 @@ def _train(
         every = config.evaluate_every
         if held_out and (last or (every is not None and step % every == 0)):
             _evaluate(observer, workers, held_out, step)
-        if step % config.checkpoint.every == 0 and not last:
+        if not last and (stop.is_asked or step % config.checkpoint.every == 0):
             with whole_checkpoint(folder, step, config.checkpoint.keep) as draft:
                 workers.call(0, "save_training", folder=draft / "policy")
-    for product in (folder.model, folder.adapter):
-        if product.exists():
-            shutil.rmtree(product)
-    workers.call(0, "save_model", folder=folder.model)
-    if config.lora is not None:
-        workers.call(0, "save_adapter", folder=folder.adapter)
+            stop.check(f"stopped after step {step}, which is saved; go on with --resume")
 
 
 def _evaluate(

@@ -44,6 +44,11 @@ class Observer:
         """An observer of another folder that shares this one's display and clock."""
         return Observer(folder, self.display, self.clock)
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began; of a resumed run, those before it was interrupted, too."""
+        return self.clock.now() - self._start_s
+
     def phase(self, name: str, total: int | None = None, *, done: int = 0) -> None:
         """Begin a phase of `total` steps, such as "GRPO"; `done` of them before a resume."""
         self.display.phase(name, total, done=done)
@@ -68,7 +73,7 @@ class Observer:
             NumericsError: a value is NaN or infinite.
         """
         if self._metrics:
-            self._metrics.write(step, self.clock.now() - self._start_s, values)
+            self._metrics.write(step, self.elapsed_s, values)
         if self._timeline:
             self._timeline.save()
         self.display.step(step, values)
@@ -88,7 +93,7 @@ class Observer:
     def resume_after(self, step: int) -> None:
         """Forget everything later than `step`, the step of the checkpoint resumed from."""
         if self._folder and self._metrics and self._timeline:
-            self._metrics.truncate_after(step)
+            self._start_s -= self._metrics.truncate_after(step)
             self._timeline.truncate_after(step)
             self._folder.drop_completions_after(step)
 

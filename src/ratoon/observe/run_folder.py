@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,16 @@ class RunFolder:
         return folder
 
     def settle(self) -> None:
-        """Write the configuration that the run is resumed with; needs the right to write."""
+        """Write the configuration that the run is resumed with; needs the right to write.
+
+        What a killed process left half written is removed, and the summary of fewer steps.
+        """
         if self.pending_config is not None:
             for folder in self._folders():
                 folder.mkdir(exist_ok=True)
+            self.summary.unlink(missing_ok=True)
+            for part in (*self.path.glob(".*.part"), *self.checkpoints.glob(".*.part")):
+                shutil.rmtree(part)
             write_atomically(self.config, self.pending_config)
 
     @property
@@ -168,14 +175,17 @@ class RunFolder:
 
         Needs the right to write. A folder that another process made is left alone.
         """
-        if not self.is_new:
+        if not self.is_new or not self.path.is_dir():
             return
         for file in (self.metrics, self.timeline):
             if file.exists() and file.stat().st_size > _EMPTY_BYTES:
                 return
-        if any(folder.is_dir() and any(folder.iterdir()) for folder in self._folders()):
+        files = (self.metrics, self.timeline, self.config, self.provenance)
+        places = [self.path, *(folder for folder in self._folders() if folder.is_dir())]
+        held = {held for place in places for held in place.iterdir()}
+        if held - {*files, *self._folders()}:
             return
-        for file in (self.metrics, self.timeline, self.config, self.provenance):
+        for file in files:
             file.unlink(missing_ok=True)
         for folder in (*self._folders(), self.path):
             with contextlib.suppress(OSError):
@@ -239,11 +249,17 @@ def is_occupied(path: Path) -> bool:
 
 def first_free(path: Path) -> Path:
     """`path` itself, or the first of `path-2`, `path-3`, ... that holds nothing."""
-    candidate, number = path, 1
-    while is_occupied(candidate):
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
+    return next(candidate for candidate in _numbered(path) if not is_occupied(candidate))
+
+
+def last_used(path: Path) -> Path:
+    """The one before `first_free`, or `path` itself if that is free."""
+    used = list(takewhile(is_occupied, _numbered(path)))
+    return used[-1] if used else path
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    return chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2)))
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ class MetricsFile:
     """Appends to `metrics.jsonl`. Several records of one step complement each other.
 
     Example of a line: `{"step": 3, "time_s": 41.2, "reward/mean": 0.25, "policy/kl": null}`;
-    null means not measured in this step, `time_s` is seconds since the run began.
+    null means not measured in this step, `time_s` is seconds since the run began, those in which
+    it was interrupted not counted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,12 +42,16 @@ class MetricsFile:
         self._file.write(to_json({"step": step, "time_s": round(time_s, 3), **values}) + "\n")
         self._file.flush()
 
-    def truncate_after(self, step: int) -> None:
-        """Drop all records later than `step`, and a torn last line: the run resumes there."""
+    def truncate_after(self, step: int) -> float:
+        """Drop all records later than `step`, and a torn last line: the run resumes there.
+
+        Returns the time of the last record that is left, or 0.
+        """
         self._file.close()
         rows = [row for row in read_lines(self.path, "step") if row["step"] <= step]
         write_lines(self.path, rows)
         self._file = self.path.open("a", encoding="utf-8")
+        return float(rows[-1]["time_s"]) if rows else 0.0
 
     def close(self) -> None:
         """Close the file."""

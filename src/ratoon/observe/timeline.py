@@ -42,8 +42,7 @@ class Timeline:
         events = read_events(self.path)
         _rewrite(self.path, events)
         self._lanes = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
-        ends = [(e["ts"] + e["dur"]) / 1e6 for e in events if e["ph"] == "X"]
-        self._origin_s = now_s - max(ends, default=0.0)
+        self._origin_s = now_s - _end_s(events)
 
     def span(
         self, worker: str, activity: Activity, start_s: float, end_s: float, *, step: int
@@ -96,8 +95,15 @@ class Timeline:
     def truncate_after(self, step: int) -> None:
         """Drop all spans of later steps: the run resumes there."""
         events = read_events(self.path)
-        _rewrite(self.path, [e for e in events if e["ph"] == "M" or e["args"]["step"] <= step])
+        kept = [e for e in events if e["ph"] == "M" or e["args"]["step"] <= step]
+        _rewrite(self.path, kept)
         self._pending.clear()
+        self._origin_s += _end_s(events) - _end_s(kept)
+
+
+def _end_s(events: list[dict[str, Any]]) -> float:
+    """End of the last span."""
+    return max(((e["ts"] + e["dur"]) / 1e6 for e in events if e["ph"] == "X"), default=0.0)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from ratoon.errors import RatoonError, RewardError
-from ratoon.processes import end_with_parent, hold_interrupts
+from ratoon.processes import end_with_parent, hold_interrupts, survive_termination
 from ratoon.records import Prompt
 from ratoon.rl.rewards.base import Response, RewardSum
 
@@ -130,6 +130,7 @@ def _serve(connection: Connection, rewards: RewardSum, timeout_s: float) -> None
     """Body of the worker process."""
     if hasattr(os, "setsid"):
         os.setsid()  # Its own group: killed with its children.
+        survive_termination()
         end_with_parent(lambda: os.killpg(0, signal.SIGKILL))
     try:
         rewards.load()
