@@ -14,6 +14,7 @@ from lab import Faults, Lab, StopAt, equal_bits, metrics_of, parameters_of, resp
 from safetensors.torch import load_file
 
 from ratoon.bench import rl as bench_rl
+from ratoon.cli.main import app
 from ratoon.cluster.messages import DrafterPublished, TakeDrafter
 from ratoon.config import RLConfig, build_config
 from ratoon.drafter.checkpoint import load_drafter
@@ -26,6 +27,7 @@ from ratoon.loop.rollout import DrafterLedger
 from ratoon.loop.setup import num_workers, with_machine
 from ratoon.models.hf_io import load_decoder
 from ratoon.observe.files import read_lines
+from ratoon.observe.rollouts import read_rollouts
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.summary import SUMMARY
 from ratoon.observe.timeline import ACTIVITIES
@@ -92,6 +94,29 @@ def test_the_timeline_is_a_trace_of_both_workers(reference: RunFolder) -> None:
         mine = sorted((s for s in spans if s["tid"] == lane), key=lambda span: span["ts"])
         ends = [span["ts"] + span["dur"] for span in mine]
         assert all(span["ts"] >= end - 2 for span, end in zip(mine[1:], ends, strict=False))
+
+
+def test_every_rollout_tells_what_guessing_did(
+    reference: RunFolder, plain: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = list(read_rollouts(reference.rollouts))
+    told = [(record.split, record.step) for record in records]
+    assert told == [("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3)]
+    metrics = metrics_of(reference)
+    for record in records[1:4]:
+        tallies = [tally for worker in record.workers for tally in worker.tallies]
+        assert len(record.workers) == 2
+        assert sum(tally.steps for tally in tallies) == metrics[record.step]["rollout/decode_steps"]
+        # A carried token that was refuted is known twice.
+        assert sum(tally.tokens for tally in tallies) >= metrics[record.step]["rollout/tokens"]
+        assert any(tally.guesses and tally.drafted for tally in tallies)
+    for folder, words in ((reference, "tokens drafted"), (plain, "off by the configuration")):
+        with pytest.raises(SystemExit):
+            app(args=["explain", str(folder.path), "--step", "2"])
+        output = capsys.readouterr().out
+        assert output.startswith("train 2: ")
+        assert words in output.splitlines()[0]
+        assert "worker 1" in output
 
 
 def test_the_summary_names_every_figure(reference: RunFolder, exact: bool) -> None:

@@ -25,7 +25,7 @@ from ratoon.observe.provenance import provenance
 from ratoon.records import DrawKey, Request, Stream
 from ratoon.rollout.native.drafting import Drafting
 from ratoon.speculation.strategy import PLAIN, Strategy
-from ratoon.speculation.tuner import RuleTuner, StepRecord, Tuner, never
+from ratoon.speculation.tuner import RuleTuner, StepRecord, Tuner, Why, never
 
 BATCHES = (8, 16, 64)
 GROUP_SIZE = 8
@@ -117,6 +117,15 @@ class _Watched:
     def __init__(self, tuner: Tuner, steps: list[StepRecord]) -> None:
         self._tuner, self._steps = tuner, steps
         self.promise_budget = tuner.promise_budget
+
+    @property
+    def why(self) -> Why:
+        """See `Tuner.why`."""
+        return self._tuner.why
+
+    def seconds(self, strategy: Strategy, num_live: int) -> float | None:
+        """See `Tuner.seconds`."""
+        return self._tuner.seconds(strategy, num_live)
 
     def choose(self, num_live: int) -> Strategy:
         """See `Tuner.choose`."""

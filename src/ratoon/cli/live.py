@@ -30,6 +30,7 @@ SHOWN: dict[str, tuple[str, str]] = {
     "response/tokens_mean": ("length", ".0f"),
     "response/tokens_max": ("longest", ".0f"),
     "speculation/acceptance_length": ("accepted", ".2f"),
+    "speculation/saved_s": ("s saved", "+.1f"),
     "policy/entropy": ("entropy", ".2f"),
     "idle/frac": ("idle", ".0%"),
     "idle/filled_frac": ("filled", ".0%"),

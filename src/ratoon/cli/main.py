@@ -16,12 +16,14 @@ from ratoon.cli import (
     config,
     data,
     doctor,
+    explain,
     models,
     pretrain,
     quickstart,
     report,
     rl,
     sft,
+    verify,
 )
 from ratoon.cli import eval as evaluation
 from ratoon.errors import RatoonError
@@ -96,6 +98,8 @@ app.command("sft")(sft.sft)
 app.command("pretrain")(pretrain.pretrain)
 app.command("eval")(evaluation.evaluate)
 app.command("report")(report.report)
+app.command("explain")(explain.explain)
+app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(data.app, name="data")

@@ -7,7 +7,6 @@ is written beside its place and renamed, so it is whole or absent.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from ratoon.drafter.flat_adamw import MOMENTS
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
 from ratoon.errors import CheckpointError, ConfigError, StaleVersionError
+from ratoon.models.checksum import tensors_checksum
 
 # Fields of DrafterConfig under the names that serving engines read; the rest is ours.
 _STANDARD_KEYS = {
@@ -53,13 +53,8 @@ _FIXED = {
 
 
 def weights_checksum(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes of the trainable tensors, in a fixed order."""
-    digest = hashlib.sha256()
-    for name in TRAINABLE:
-        tensor = weights[name].detach().cpu()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """`tensors_checksum` of the trainable tensors, in a fixed order."""
+    return tensors_checksum((name, weights[name]) for name in TRAINABLE)
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ def whole_checkpoint(folder: RunFolder, step: int, keep: int, **state: Any) -> I
         (draft / SUMS).write_text("".join(sums), encoding="utf-8")
         _sync(draft / SUMS)
     _sync(folder.checkpoints)
-    for old in _checkpoints(folder)[:-keep]:
+    for old in checkpoints(folder)[:-keep]:
         # Under a name that is no checkpoint's, so that one half removed is not taken for one.
         shutil.rmtree(old.rename(old.with_name(f".{old.name}-{os.getpid()}.part")))
 
@@ -56,10 +56,15 @@ def latest_checkpoint(folder: RunFolder) -> Checkpoint | None:
 
     Raises: CheckpointError if it is damaged.
     """
-    found = _checkpoints(folder)
-    if not found:
-        return None
-    path = found[-1]
+    found = checkpoints(folder)
+    return read_checkpoint(found[-1]) if found else None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint, every file of it read and compared with its checksum.
+
+    Raises: CheckpointError if it is damaged.
+    """
     _verify(path)
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     return Checkpoint(path, int(state["step"]), state)
@@ -111,7 +116,7 @@ def _path(folder: RunFolder, step: int) -> Path:
     return folder.checkpoints / f"step_{step:06d}"
 
 
-def _checkpoints(folder: RunFolder) -> list[Path]:
+def checkpoints(folder: RunFolder) -> list[Path]:
     """All of them, the oldest first."""
     found = {path.name.removeprefix("step_"): path for path in folder.checkpoints.glob("step_*")}
     numbers = sorted((number for number in found if number.isdecimal()), key=int)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ratoon.config.rl import RLConfig
 from ratoon.evals.statistics import standard_error
 from ratoon.loop.order import make_groups
-from ratoon.loop.rl_step import RunContext
+from ratoon.loop.rl_step import RunContext, rollout_record
 from ratoon.loop.rollout import Rollout, RolloutResult
 from ratoon.loop.scoring import Scorer
 from ratoon.observe.completions import completions_path
@@ -83,6 +83,7 @@ def evaluate(run: RunContext, step: int) -> EvalResult:
     with run.stop.at_any_moment():
         results = scorer.results(rollout.completions)
     rewards = _means([result.score for result in results], samples)
+    observer.rollout(rollout_record(run, rollout, "eval", step))
     observer.completions("eval", step, scorer.records(rollout.completions, results))
     observer.metrics(
         step,

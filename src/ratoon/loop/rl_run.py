@@ -20,6 +20,7 @@ from ratoon.loop.checkpoints import (
     save_checkpoint,
 )
 from ratoon.loop.evaluation import evaluate, stored_rewards
+from ratoon.loop.model_card import write_card
 from ratoon.loop.replay import replay
 from ratoon.loop.rl_step import RunContext, StepOutcome, rl_step
 from ratoon.loop.rl_summary import Findings, figures_of, step_records
@@ -78,6 +79,7 @@ def run_rl(
             figures["notes"] = notes
         figures |= {"numerics": run.workers.numerics, "seconds": observer.elapsed_s}
         figures |= {"steps": config.steps, "workers": len(run.workers)}
+        write_card(folder, config, figures)
         write_summary(folder.summary, figures)
 
 
@@ -211,6 +213,8 @@ def _make_drafter(run: RunContext, completions: Sequence[Completion]) -> None:
 
 def _save_products(run: RunContext, folder: RunFolder) -> None:
     """The trained model, and the drafter beside it."""
+    # A summary says which steps made the model that lies beside it.
+    folder.summary.unlink(missing_ok=True)
     for product in (folder.model, folder.adapter, folder.drafter):
         if product.exists():
             shutil.rmtree(product)

@@ -15,7 +15,10 @@ from ratoon.loop.order import Group, make_groups, next_prompts
 from ratoon.loop.rollout import DrafterLedger, Rollout, RolloutResult, train_drafter_steps
 from ratoon.loop.scoring import Scorer
 from ratoon.models.tokenizer import Tokenizer
+from ratoon.observe.completions import Split
 from ratoon.observe.observer import Observer
+from ratoon.observe.provenance import kernels
+from ratoon.observe.rollouts import RolloutRecord
 from ratoon.observe.sinks import Values
 from ratoon.observe.timeline import Activity
 from ratoon.records import Prompt, SamplingParams, Stream
@@ -97,6 +100,8 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
         weights_s=ended - updated,
         total_s=ended - started,
     )
+    for part in drawn.rounds:
+        observer.rollout(rollout_record(run, part.rollout, "train", step))
     observer.completions("train", step, drawn.records())
     observer.metrics(
         step,
@@ -203,6 +208,22 @@ def entropy_per_token(rollout: RolloutResult) -> float:
     return -statistics.fmean(logprobs)
 
 
+def rollout_record(
+    run: RunContext, rollout: RolloutResult, split: Split, step: int
+) -> RolloutRecord:
+    """What is stored of a rollout's decode steps."""
+    enabled = run.config.speculation.enabled
+    return RolloutRecord(
+        step=step,
+        split=split,
+        seconds=rollout.seconds,
+        numerics=run.workers.numerics,
+        kernels=kernels(),
+        off=None if enabled else "the configuration: speculation.enabled is false",
+        workers=[stats.steps for stats in rollout.stats],
+    )
+
+
 def rollout_metrics(
     rollout: RolloutResult, num_workers: int, sessions: Sequence[SpotResult]
 ) -> Values:
@@ -213,6 +234,7 @@ def rollout_metrics(
     speculative = sum(item.speculative_steps for item in stats)
     drafted = sum(item.nodes_drafted for item in stats)
     accepted = sum(item.tokens_speculated - item.rows_speculated for item in stats)
+    saved = [item.steps.saved_s for item in stats]
     idle = rollout.idle_s / (num_workers * rollout.seconds)
     return {
         "response/count": len(lengths),
@@ -227,6 +249,7 @@ def rollout_metrics(
         "speculation/drafted": drafted,
         "speculation/accepted": accepted,
         "speculation/acceptance_length": rollout.acceptance_length,
+        "speculation/saved_s": None if None in saved else sum(filter(None, saved)),
         "drafter/tokens": sum(session.tokens for session in sessions),
         "drafter/optimizer_steps": sum(session.steps for session in sessions),
         "drafter/loss": next((s.loss for s in reversed(sessions) if s.loss is not None), None),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ratoon.observe.files import write_lines
+from ratoon.errors import DataError
+from ratoon.observe.files import read_lines, write_lines
 from ratoon.records import Completion, Prompt
 
 Split = Literal["train", "eval"]
+
+_INTEGERS = ("seed", "round", "row", "sample", "attempt", "policy_version")
+_TYPES = "what a run stores there: whole numbers, in logprobs finite numbers, or text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +86,42 @@ def write_completions(
 ) -> None:
     """Write the responses of one step, atomically, in the order given."""
     write_lines(completions_path(folder, split, step), (asdict(row) for row in rows))
+
+
+def stored_steps(folder: Path) -> list[tuple[Split, int]]:
+    """Of which steps there are responses, in the order in which they were drawn."""
+    found: list[tuple[Split, int]] = []
+    splits: tuple[Split, Split] = ("train", "eval")
+    for split in splits:
+        numbers = (path.stem.rpartition("_")[2] for path in folder.glob(f"{split}_*.jsonl"))
+        found += [(split, int(number)) for number in numbers if number.isdecimal()]
+    return sorted(found, key=lambda item: (item[1], splits.index(item[0])))
+
+
+def read_completions(folder: Path, split: Split, step: int) -> list[StoredCompletion]:
+    """The responses of one step, in the order in which they were stored.
+
+    Raises: DataError if a line lacks a value or holds another type.
+    """
+    path = completions_path(folder, split, step)
+    return [_checked(row, f"{path}, line {n}") for n, row in enumerate(read_lines(path), start=1)]
+
+
+def _checked(row: dict[str, Any], place: str) -> StoredCompletion:
+    known = fields(StoredCompletion)
+    needed = {item.name for item in known if item.default_factory is MISSING}
+    missing, unknown = sorted(needed - row.keys()), sorted(row.keys() - {f.name for f in known})
+    if missing or unknown:
+        raise DataError(f"{place}: missing values {missing}, unknown values {unknown}")
+    lists: dict[str, type] = {"prompt_ids": int, "token_ids": int, "logprobs": float}
+    wrong = [name for name in _INTEGERS if type(row[name]) is not int]
+    wrong += [name for name in ("stream", "dataset", "finish") if type(row[name]) is not str]
+    for name, kind in lists.items():
+        items = row[name]
+        if not isinstance(items, list) or any(type(item) is not kind for item in items):
+            wrong.append(name)
+    if not wrong and not all(map(math.isfinite, row["logprobs"])):
+        wrong.append("logprobs")
+    if wrong:
+        raise DataError(f"{place}: {', '.join(wrong)} must hold {_TYPES}")
+    return StoredCompletion(**row | {name: tuple(row[name]) for name in lists})

@@ -133,6 +133,9 @@ METRICS: dict[str, Metric] = {
     "speculation/share": Metric("", "Share of decode steps that guessed ahead"),
     "speculation/drafted": Metric("tokens", "Draft tokens verified"),
     "speculation/accepted": Metric("tokens", "Draft tokens that matched"),
+    "speculation/saved_s": Metric(
+        "s", "Time that guessing saved, all workers together, by the tuner's measured costs"
+    ),
     "drafter/loss": Metric("", "Loss of the drafter in this step's spot training"),
     "drafter/tokens": Metric("tokens", "Tokens the drafter was trained on in this step"),
     "drafter/optimizer_steps": Metric("steps", "Drafter optimizer steps in this step"),

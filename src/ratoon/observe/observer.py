@@ -9,8 +9,9 @@ from ratoon.clock import Clock, MonotonicClock
 from ratoon.observe.completions import Split, StoredCompletion, write_completions
 from ratoon.observe.display import Display, Silent, Status
 from ratoon.observe.files import FolderLock
+from ratoon.observe.rollouts import RolloutRecord, as_json
 from ratoon.observe.run_folder import RunFolder
-from ratoon.observe.sinks import MetricsFile, Values
+from ratoon.observe.sinks import MetricsFile, StepsFile, Values
 from ratoon.observe.timeline import Activity, Timeline
 
 
@@ -38,6 +39,7 @@ class Observer:
         if folder:
             folder.settle()
         self._metrics = MetricsFile(folder.metrics) if folder else None
+        self._rollouts: StepsFile | None = None
         self._timeline = Timeline(folder.timeline, self.clock) if folder else None
 
     def within(self, folder: RunFolder) -> Observer:
@@ -90,10 +92,20 @@ class Observer:
         if self._folder:
             write_completions(self._folder.completions, split, step, rows)
 
+    def rollout(self, record: RolloutRecord) -> None:
+        """Record what a rollout's decode steps were."""
+        if self._folder:
+            self._rollouts = self._rollouts or StepsFile(self._folder.rollouts)
+            self._rollouts.append(as_json(record))
+
     def resume_after(self, step: int) -> None:
         """Forget everything later than `step`, the step of the checkpoint resumed from."""
         if self._folder and self._metrics and self._timeline:
-            self._start_s -= self._metrics.truncate_after(step)
+            self._metrics.truncate_after(step)
+            self._start_s -= self._metrics.last_time_s()
+            if self._folder.rollouts.exists():
+                self._rollouts = self._rollouts or StepsFile(self._folder.rollouts)
+                self._rollouts.truncate_after(step)
             self._timeline.truncate_after(step)
             self._folder.drop_completions_after(step)
 
@@ -105,8 +117,9 @@ class Observer:
     def _close_files(self) -> None:
         if self._timeline:
             self._timeline.save()
-        if self._metrics:
-            self._metrics.close()
+        for file in (self._metrics, self._rollouts):
+            if file:
+                file.close()
 
     def _unlock(self) -> None:
         if self._lock:

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def provenance(seed: int) -> dict[str, Any]:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": seed,
         "code": _code(),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version()} | versions(),
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "processor": _processor(),
@@ -41,7 +42,14 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _versions() -> dict[str, str]:
+@cache
+def kernels() -> str:
+    """What decides how sums are rounded: torch's version and the processor."""
+    return f"torch {versions()['torch']} on {_processor()}"
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that a result depends on."""
     found = {}
     for name in _PACKAGES:
         try:

@@ -126,6 +126,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """What each rollout's decode steps were, one rollout a line."""
+        return self.path / "rollouts.jsonl"
+
+    @property
     def timeline(self) -> Path:
         """Spans per worker in Chrome's trace format."""
         return self.path / "timeline.json"
@@ -134,6 +139,11 @@ class RunFolder:
     def summary(self) -> Path:
         """The figures that the run is judged by."""
         return self.path / "summary.json"
+
+    @property
+    def certificate(self) -> Path:
+        """What a check of the stored responses found."""
+        return self.path / "certificate.json"
 
     @property
     def report(self) -> Path:
@@ -180,7 +190,7 @@ class RunFolder:
         for file in (self.metrics, self.timeline):
             if file.exists() and file.stat().st_size > _EMPTY_BYTES:
                 return
-        files = (self.metrics, self.timeline, self.config, self.provenance)
+        files = (self.metrics, self.rollouts, self.timeline, self.config, self.provenance)
         places = [self.path, *(folder for folder in self._folders() if folder.is_dir())]
         held = {held for place in places for held in place.iterdir()}
         if held - {*files, *self._folders()}:

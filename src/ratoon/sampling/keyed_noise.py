@@ -37,6 +37,9 @@ from torch import Tensor
 
 from ratoon.records import DrawKey
 
+# What the noise is for: selecting tokens.
+DRAWS = b"ratoon.draw"
+
 COLUMN_BITS = 8
 COLUMNS = 1 << COLUMN_BITS
 UNIFORM_BITS = 52
@@ -58,18 +61,18 @@ def _signed(word: int, bits: int = 64) -> int:
 _MUL_32 = _signed(0x846CA68B, 32)
 
 
-def sequence_key(key: DrawKey) -> tuple[int, int]:
+def sequence_key(key: DrawKey, purpose: bytes = DRAWS) -> tuple[int, int]:
     """The 128-bit key of one response, as two signed 64-bit words.
 
     Every field of the key takes part, so that responses that differ in any of them draw
     independent noise. The data set comes last: the fields before it are integers and cannot hold
-    the separator.
+    the separator. Noise of another `purpose` (at most 16 bytes) is independent of it all.
     """
     text = (
         f"{key.seed}|{int(key.stream)}|{key.round}|{key.row}|{key.sample}|{key.attempt}"
         f"|{key.dataset}"
     )
-    digest = hashlib.blake2b(text.encode(), digest_size=16, person=b"ratoon.draw").digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=16, person=purpose).digest()
     return (
         int.from_bytes(digest[:8], "little", signed=True),
         int.from_bytes(digest[8:], "little", signed=True),

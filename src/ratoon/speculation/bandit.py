@@ -15,20 +15,18 @@ from typing import Any
 
 from ratoon.errors import ConfigError
 from ratoon.speculation.strategy import PLAIN, Strategy
-from ratoon.speculation.tuner import StepRecord
+from ratoon.speculation.tuner import StepRecord, Unmeasured, Why
 
 EPSILON = 0.1
 WINDOW = 300
 
 
-class BanditTuner:
+class BanditTuner(Unmeasured):
     """Learns the tokens per second of each arm from the last steps that took it.
 
     `groups` are pairs (largest live batch, arms) in ascending order of batch; above the last one
     decoding is plain. An arm that was never taken is taken next. `seed` decides what explores.
     """
-
-    promise_budget = 0
 
     def __init__(
         self,
@@ -53,6 +51,11 @@ class BanditTuner:
         self._rewards: dict[Strategy, deque[float]] = {
             arm: deque(maxlen=window) for _, group in self._groups for arm in group
         }
+
+    @property
+    def why(self) -> Why:
+        """See `Tuner.why`. Within a bucket every arm guesses, so only its limit switches."""
+        return Why("live batch", "the arms of this live batch's bucket")
 
     def choose(self, num_live: int) -> Strategy:
         """See `Tuner.choose`."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ratoon.speculation.strategy import PLAIN, Strategy
-from ratoon.speculation.tuner import StepRecord
+from ratoon.speculation.tuner import PROBE, StepRecord, Why
 
 # A correction follows a change within some ten steps; a step that was interrupted counts little.
 _FOLLOW = 0.1
@@ -161,11 +161,22 @@ class Gains:
 
 @dataclass(slots=True)
 class _Choice:
-    """What was chosen for a live batch, and for how many steps it still holds."""
+    """What was chosen for a live batch, and for how many steps it still holds.
+
+    `best` is the tree that promised most; `gain` tokens of it per token of a plain step and `cost`
+    of its step per plain step are what spoke for it, or against it.
+    """
 
     strategy: Strategy
     num_live: int
     steps: int
+    best: Strategy = PLAIN
+    gain: float = 1.0
+    cost: float = 1.0
+
+    def switched(self, other: _Choice) -> bool:
+        """Whether one guesses and the other does not."""
+        return self.strategy.is_plain != other.strategy.is_plain
 
 
 class CostModelTuner:
@@ -186,19 +197,23 @@ class CostModelTuner:
         self._gains = Gains(largest.budget, largest.depth)
         self.promise_budget = largest.budget
         self._trees = _trees(largest)
-        self._choice = _Choice(PLAIN, 0, 0)
+        self._choice = self._before = self._since = _Choice(PLAIN, 0, 0)
+        self._probes = False
         self._plain_steps = self._guessing_steps = 0
 
     def choose(self, num_live: int) -> Strategy:
         """See `Tuner.choose`."""
         choice = self._choice
         if choice.num_live != num_live or choice.steps == 0:
-            choice = self._choice = _Choice(self._best(num_live), num_live, _HOLD_STEPS)
+            self._choose_again(num_live)
+            choice = self._choice
         choice.steps -= 1
+        self._probes = False
         if not choice.strategy.is_plain:
             self._plain_steps = 0
             self._guessing_steps = (self._guessing_steps + 1) % _PLAIN_PROBE_STEPS
-            return choice.strategy if self._guessing_steps else PLAIN
+            self._probes = self._guessing_steps == 0
+            return PLAIN if self._probes else choice.strategy
         self._plain_steps += 1
         if self._plain_steps < _PROBE_STEPS:
             return PLAIN
@@ -206,7 +221,33 @@ class CostModelTuner:
         if not trees:
             return PLAIN
         self._plain_steps = 0
+        self._probes = True
         return self._pruned(max(trees, key=lambda tree: self._rate(tree, num_live)), num_live)
+
+    @property
+    def why(self) -> Why:
+        """See `Tuner.why`. Acceptance or cost: which moved the tree more that was best before."""
+        now, then = self._choice, self._since
+        if self._probes:
+            return Why(PROBE, "one step to learn what the other way costs or gains")
+        if now.best.is_plain:
+            return Why("live batch", f"no tree fits {self._max_rows} rows at {now.num_live} live")
+        text = (
+            f"{now.best.budget} x {now.best.depth} promises {now.gain:.2f} times the tokens for "
+            f"{now.cost:.2f} times the time"
+        )
+        if now.num_live != self._before.num_live:
+            return Why("live batch", text)
+        gained = math.log(self._gain(then.best) / then.gain)
+        dearer = math.log(self._cost(then.best, now.num_live) / then.cost)
+        return Why("acceptance" if abs(gained) >= abs(dearer) else "cost", text)
+
+    def seconds(self, strategy: Strategy, num_live: int) -> float:
+        """See `Tuner.seconds`."""
+        if strategy.is_plain:
+            return self._verify(num_live)
+        verify_s = self._verify(num_live * (strategy.budget + 1))
+        return verify_s + strategy.depth * self._draft(num_live)
 
     def observe(self, record: StepRecord) -> None:
         """See `Tuner.observe`."""
@@ -233,12 +274,18 @@ class CostModelTuner:
         self._verify.load_state_dict(state["verify"])
         self._draft.load_state_dict(state["draft"])
         self._gains.load_state_dict(state["gains"])
-        choice = state["choice"]
-        self._choice = _Choice(**{**choice, "strategy": Strategy(**choice["strategy"])})
+        trees = {name: Strategy(**state["choice"][name]) for name in ("strategy", "best")}
+        self._choice = self._before = self._since = _Choice(**{**state["choice"], **trees})
         self._plain_steps = state["plain_steps"]
         self._guessing_steps = state["guessing_steps"]
 
-    def _best(self, num_live: int) -> Strategy:
+    def _choose_again(self, num_live: int) -> None:
+        before = self._before = self._choice
+        if before.num_live != self._since.num_live or before.switched(self._since):
+            self._since = before
+        self._choice = self._best(num_live)
+
+    def _best(self, num_live: int) -> _Choice:
         candidates = [PLAIN, *self._fitting(num_live)]
         rates = {tree: self._rate(tree, num_live) for tree in candidates}
         current = replace(self._choice.strategy, min_chance=self._largest.min_chance)
@@ -246,19 +293,29 @@ class CostModelTuner:
             current = PLAIN
         if current in rates:
             rates[current] *= _HYSTERESIS
-        return self._pruned(max(candidates, key=rates.__getitem__), num_live)
+        chosen = self._pruned(max(candidates, key=rates.__getitem__), num_live)
+        if len(candidates) == 1:
+            return _Choice(chosen, num_live, _HOLD_STEPS)
+        best = max(candidates[1:], key=rates.__getitem__)
+        gain, cost = self._gain(best), self._cost(best, num_live)
+        return _Choice(chosen, num_live, _HOLD_STEPS, best, gain, cost)
+
+    def _gain(self, strategy: Strategy) -> float:
+        """Expected tokens per token of a plain step."""
+        if strategy.is_plain:
+            return 1.0
+        return 1.0 + self._gains.expected(strategy.budget, strategy.depth)
+
+    def _cost(self, strategy: Strategy, num_live: int) -> float:
+        """Expected seconds per second of a plain step."""
+        return self.seconds(strategy, num_live) / self.seconds(PLAIN, num_live)
 
     def _fitting(self, num_live: int) -> list[Strategy]:
         return [tree for tree in self._trees if num_live * (tree.budget + 1) <= self._max_rows]
 
     def _rate(self, strategy: Strategy, num_live: int) -> float:
         """Expected tokens per second."""
-        if strategy.is_plain:
-            return num_live / self._verify(num_live)
-        gained = self._gains.expected(strategy.budget, strategy.depth)
-        seconds = self._verify(num_live * (strategy.budget + 1))
-        seconds += strategy.depth * self._draft(num_live)
-        return num_live * (1.0 + gained) / seconds
+        return num_live * self._gain(strategy) / self.seconds(strategy, num_live)
 
     def _pruned(self, strategy: Strategy, num_live: int) -> Strategy:
         """Without nodes that gain less than the time of their row is worth."""

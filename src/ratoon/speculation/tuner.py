@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ratoon.speculation.strategy import PLAIN, Strategy, StrategyPicker
 
@@ -34,6 +34,17 @@ class StepRecord:
     promised: Sequence[Sequence[float]] = ()
 
 
+# The cause of a choice that holds for one step, to learn what it costs or gains.
+PROBE = "probe"
+
+
+class Why(NamedTuple):
+    """Why a choice was made: what moved the tuner, in a word or two, and the reason in figures."""
+
+    cause: str
+    text: str
+
+
 class Tuner(Protocol):
     """Chooses the strategy of each decode step.
 
@@ -41,6 +52,15 @@ class Tuner(Protocol):
     """
 
     promise_budget: int
+
+    @property
+    def why(self) -> Why:
+        """Why the last choice was made; asked before the step is observed."""
+        ...
+
+    def seconds(self, strategy: Strategy, num_live: int) -> float | None:
+        """What a step is expected to take; None for a tuner that measures no times."""
+        ...
 
     def choose(self, num_live: int) -> Strategy:
         """The strategy for so many live sequences."""
@@ -63,10 +83,20 @@ class StatefulTuner(Tuner, Protocol):
         ...
 
 
-class RuleTuner:
-    """A function of the live batch. Example: `RuleTuner(lambda num_live: PLAIN)`."""
+class Unmeasured:
+    """What tuners share that measure no times and ask for no promises."""
 
     promise_budget = 0
+
+    def seconds(self, strategy: Strategy, num_live: int) -> float | None:
+        """See `Tuner.seconds`."""
+        return None
+
+
+class RuleTuner(Unmeasured):
+    """A function of the live batch. Example: `RuleTuner(lambda num_live: PLAIN)`."""
+
+    why = Why("rule", "a fixed rule of the live batch decides")
 
     def __init__(self, rule: Callable[[int], Strategy]) -> None:
         self._rule = rule
@@ -79,10 +109,10 @@ class RuleTuner:
         """Nothing is learned."""
 
 
-class TableTuner:
+class TableTuner(Unmeasured):
     """A picker's choice, such as `StrategyTable`'s: what TLT calls a static threshold."""
 
-    promise_budget = 0
+    why = Why("live batch", "the table's tree for this live batch")
 
     def __init__(self, picker: StrategyPicker) -> None:
         self._picker = picker

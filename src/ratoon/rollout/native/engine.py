@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ratoon.errors import CapabilityError, ConfigError
 from ratoon.models.kv_cache import attention_width
+from ratoon.observe.rollouts import WorkerSteps
 from ratoon.records import Completion, Request, SamplingParams
 from ratoon.rollout.native.carry import main_path_first, num_final, with_chain
 from ratoon.rollout.native.drafting import Drafting
@@ -28,6 +29,7 @@ from ratoon.sampling.keyed_noise import sequence_key
 from ratoon.sampling.select import Selector
 from ratoon.sampling.stop_strings import Decode
 from ratoon.sampling.transforms import check_ids, check_params, reads_prefixes
+from ratoon.speculation.account import StepAccount
 from ratoon.speculation.strategy import Strategy
 from ratoon.speculation.tree import Tree, ancestor_mask, packed, root_only, visited_nodes
 from ratoon.speculation.tuner import StepRecord, Tuner, never
@@ -48,7 +50,7 @@ class Finished:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the last `take_stats`. Times are not measured here."""
+    """Counts since the last `take_stats`. `steps` has times, too, by live batch and tree."""
 
     plain_steps: int = 0
     speculative_steps: int = 0
@@ -59,6 +61,7 @@ class EngineStats:
     tokens_speculated: int = 0
     nodes_drafted: int = 0
     live_batch: list[int] = field(default_factory=list)
+    steps: WorkerSteps = field(default_factory=WorkerSteps, compare=False)
 
 
 class _Drafted(NamedTuple):
@@ -111,6 +114,7 @@ class RolloutEngine:
         self._params = SamplingParams()
         self._prefilling = False
         self._stats = EngineStats()
+        self._account = StepAccount()
         cache = model.make_cache(max_rows, positions_needed(max_length, drafting))
         keeps_states = collect or (drafting is not None and drafting.needs_features)
         self.rows = Rows(
@@ -182,6 +186,8 @@ class RolloutEngine:
     def take_stats(self) -> EngineStats:
         """The counts since the last call."""
         stats, self._stats = self._stats, EngineStats()
+        stats.steps = self._account.result(self._tuner)
+        self._account = StepAccount()
         return stats
 
     @torch.inference_mode()
@@ -220,6 +226,7 @@ class RolloutEngine:
         rows = self.rows
         num_live = rows.num_live
         strategy = self._tuner.choose(num_live)
+        self._account.chosen(strategy, num_live, self._tuner)
         drafted = self._draft(strategy)
         started = time.perf_counter()
         tree = drafted.tree
@@ -260,14 +267,16 @@ class RolloutEngine:
         known: Tensor,
         verify_s: float,
     ) -> None:
-        """Tell the tuner of the step."""
+        """Tell the account and the tuner of the step."""
         tree, carried, promised, draft_s = drafted
         num_live = len(known)
+        num_rows, num_carried = torch.stack([tree.valid.sum(), carried.sum()]).tolist()
+        fresh = torch.bincount((known - carried).clamp_min(0)).tolist()
         record = StepRecord(
             strategy=strategy,
             num_live=num_live,
-            rows=int(tree.valid.sum()),
-            tokens=int((known - carried).clamp_min(0).sum()),
+            rows=num_rows,
+            tokens=sum(tokens * count for tokens, count in enumerate(fresh)),
             draft_s=draft_s,
             verify_s=verify_s,
         )
@@ -280,6 +289,7 @@ class RolloutEngine:
                 visited=int(visited.sum()) / num_live,
                 promised=promised.tolist(),
             )
+        self._account.made(record, num_rows - num_live - num_carried, fresh)
         self._tuner.observe(record)
 
     def _draft(self, strategy: Strategy) -> _Drafted:
