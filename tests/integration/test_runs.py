@@ -15,15 +15,14 @@ from safetensors.torch import load_file
 
 from ratoon.bench import rl as bench_rl
 from ratoon.cli.main import app
-from ratoon.cluster.messages import DrafterPublished, TakeDrafter
 from ratoon.config import RLConfig, build_config
+from ratoon.coordinator.versions import Publication, VersionLedger
 from ratoon.drafter.checkpoint import load_drafter
 from ratoon.errors import ConfigError
 from ratoon.loop import rl_run, setup
 from ratoon.loop.checkpoints import Checkpoint, restore
 from ratoon.loop.open_run import open_folder
 from ratoon.loop.rl_step import RunContext
-from ratoon.loop.rollout import DrafterLedger
 from ratoon.loop.setup import num_workers, with_machine
 from ratoon.models.hf_io import load_decoder
 from ratoon.observe.files import read_lines
@@ -52,6 +51,8 @@ def test_a_run_leaves_everything_that_it_should(reference: RunFolder) -> None:
     for step in (1, 2, 3):
         assert metrics[step]["response/count"] == 16
         assert metrics[step]["policy/tokens"] > 0
+        assert metrics[step]["planner/over_least"] > 0
+        assert (metrics[step]["planner/length_error"] is None) == (step == 1)
         assert len(responses_of(reference, step)) == 16
     assert len(responses_of(reference, 0, "eval")) == 6
     assert len(responses_of(reference, 3, "eval")) == 6
@@ -147,11 +148,17 @@ CASES = [
         "suffix on one worker",
         ["speculation.drafters=[suffix]", "drafter={}", "spot.enabled=false", "workers.count=1"],
     ),
-    ("both on one worker", ["workers.count=1", "speculation.depth=2", "speculation.beam=1"]),
+    (
+        "both on one worker",
+        ["workers.count=1", "speculation.depth=2", "rollout.planner=first_come"],
+    ),
     ("learned", ["speculation.drafters=[learned]", "speculation.max_live_batch=3"]),
-    ("cost model", ["speculation.tuner=cost_model"]),
+    ("cost model, split in advance", ["speculation.tuner=cost_model", "rollout.planner=static"]),
     ("bandit on one worker", ["speculation.tuner=bandit", "workers.count=1"]),
-    ("both, no spot training", ["spot.enabled=false", "rollout.max_batch=3"]),
+    (
+        "both, no spot training, as they come",
+        ["spot.enabled=false", "rollout.max_batch=3", "rollout.planner=first_come"],
+    ),
 ]
 
 
@@ -169,7 +176,7 @@ def test_speculation_changes_no_token_and_no_weight(
 
 
 @pytest.mark.parametrize("overrides", [c for _, c in CASES], ids=[name for name, _ in CASES])
-def test_no_drafter_no_batch_and_no_worker_count_changes_a_token(
+def test_no_drafter_batch_planner_or_worker_count_changes_a_token(
     lab: Lab, plain: RunFolder, exact: bool, overrides: list[str]
 ) -> None:
     """With another number of workers the update's float sums differ, so step 1 is compared."""
@@ -249,11 +256,11 @@ def test_a_step_of_several_rounds_is_complete_trains_the_drafter_and_can_be_repl
     assert json.loads(run.summary.read_text())["tokens_identical"] or not exact
 
 
-def asking(stop: Stop, folder: Path) -> Callable[[DrafterLedger, DrafterPublished], TakeDrafter]:
-    """`DrafterLedger.record` that asks for a stop in the second step."""
-    record = DrafterLedger.record
+def asking(stop: Stop, folder: Path) -> Callable[[VersionLedger, Publication], None]:
+    """`VersionLedger.record` that asks for a stop in the second step."""
+    record = VersionLedger.record
 
-    def act(self: DrafterLedger, publication: DrafterPublished) -> TakeDrafter:
+    def act(self: VersionLedger, publication: Publication) -> None:
         if any(row["step"] == 1 for row in read_lines(folder / "metrics.jsonl", "step")):
             stop.ask()
         return record(self, publication)
@@ -283,7 +290,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     seldom = ["steps=3", "checkpoint={every: 100, keep: 10}"]
     stop = Stop()
     with monkeypatch.context() as patch:
-        patch.setattr(DrafterLedger, "record", asking(stop, lab.folder / "resumed"))
+        patch.setattr(VersionLedger, "record", asking(stop, lab.folder / "resumed"))
         with pytest.raises(Stopped, match="stopped after step 1, which is saved"):
             lab.rl("resumed", *seldom, stop=stop)
     first = lab.folder / "resumed" / "checkpoints" / "step_000001"

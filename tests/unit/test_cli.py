@@ -114,6 +114,21 @@ def test_a_model_is_not_fetched_into_a_file(
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_simulation_needs_no_model_and_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    options = ("--workers", "2", "--steps", "2", "--planners", "static", "--page", str(page))
+    code, out, _ = run("simulate", "published", "--json", *options)
+    assert code == 0
+    (row,) = json.loads(out)["rows"]
+    assert (row["workers"], row["planner"], row["gain"]) == (2, "static", 1.0)
+    assert "static" in page.read_text(encoding="utf-8")
+    for wrong in (("calm",), ("published", "--workers", "1"), ("published", "--planners", "no")):
+        code, out, err = run("simulate", *wrong)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert "Traceback" not in err
+
+
 def test_an_unknown_verb_is_a_usage_error() -> None:
     code, _, err = run("trian")
     assert code == 2

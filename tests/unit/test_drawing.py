@@ -14,12 +14,14 @@ from ratoon.clock import ManualClock
 from ratoon.cluster.messages import Generate, Responses
 from ratoon.config import build_config
 from ratoon.config.rl import RLConfig
+from ratoon.coordinator.memory import PlannerMemory
+from ratoon.coordinator.pace import Report
+from ratoon.coordinator.versions import VersionLedger
 from ratoon.loop.checkpoints import latest_checkpoint, restore, save_checkpoint
 from ratoon.loop.drawing import Drawn
 from ratoon.loop.learning import make_samples, with_advantages
 from ratoon.loop.order import next_prompts
 from ratoon.loop.rl_step import RunContext, draw_groups
-from ratoon.loop.rollout import DrafterLedger
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -27,6 +29,7 @@ from ratoon.records import Completion, DrawKey, Prompt, Request
 from ratoon.rl.dynamic_sampling import DynamicSampling
 from ratoon.rl.rewards.pool import RewardResult
 from ratoon.rollout.native.engine import EngineStats
+from ratoon.stopping import Stop
 from ratoon.training.core import TrainerCore
 from ratoon.training.optimizer import OptimizerSettings
 from ratoon.training.policy_trainer import PolicyLossSettings, PolicyTrainer
@@ -43,11 +46,14 @@ class Workers:
         self._source = random.Random(arrival)
         self._clock = clock
         self._waiting: list[tuple[int, Request]] = []
+        self._version = 0
 
     def __len__(self) -> int:
         return 2
 
     def call_all(self, method: str, **arguments: object) -> list[object]:
+        if method == "serve_policy":
+            self._version = cast(int, arguments["version"])
         return [EngineStats(), EngineStats()]
 
     def call(self, index: int, method: str, **arguments: object) -> None:
@@ -65,8 +71,8 @@ class Workers:
         said = random.Random(f"{key.row}/{key.sample}/{key.attempt}")
         token_ids = tuple(said.randrange(20) for _ in range(said.randint(1, 9)))
         logprobs = tuple(-said.randrange(64) / 16 for _ in token_ids)
-        done = Completion(key, request.prompt_ids, token_ids, logprobs, "stop", 0)
-        return [(index, Responses((done,), 0, len(self._waiting)))]
+        done = Completion(key, request.prompt_ids, token_ids, logprobs, "stop", self._version)
+        return [(index, Responses((done,), 0, Report()))]
 
 
 class Pool:
@@ -117,7 +123,9 @@ def make_run(score: Score, folder: Path, arrival: int = 0, **algorithm: Any) -> 
         cast(Any, Workers(arrival, clock)),
         cast(Any, Pool(arrival, score)),
         Observer(clock=clock),
-        DrafterLedger(),
+        VersionLedger(),
+        PlannerMemory(2),
+        Stop(),
     )
 
 

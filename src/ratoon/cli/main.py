@@ -23,6 +23,7 @@ from ratoon.cli import (
     report,
     rl,
     sft,
+    simulate,
     verify,
 )
 from ratoon.cli import eval as evaluation
@@ -97,6 +98,7 @@ app.command("rl")(rl.rl)
 app.command("sft")(sft.sft)
 app.command("pretrain")(pretrain.pretrain)
 app.command("eval")(evaluation.evaluate)
+app.command("simulate")(simulate.simulate)
 app.command("report")(report.report)
 app.command("explain")(explain.explain)
 app.command("verify")(verify.verify)

@@ -86,6 +86,16 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
         ) from None
 
 
+def whole_numbers(option: str, text: str, least: int, most: int) -> list[int]:
+    """The whole numbers of an option, each within bounds. Raises: ConfigError if one is not."""
+    from ratoon.errors import ConfigError
+
+    found = numbers(option, text)
+    if not all(value == int(value) and least <= value <= most for value in found):
+        raise ConfigError(f"{option} {text}: must be whole numbers from {least} to {most}")
+    return [int(value) for value in found]
+
+
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("arm", "seconds", "lr", "seeds", "Mtokens", "TFLOP", "loss", "against full"):

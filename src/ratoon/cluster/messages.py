@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ratoon.coordinator.pace import Report
 from ratoon.records import Completion, Request
 
 
@@ -39,11 +40,11 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Finished responses, and what the worker's drafter buffer holds by now."""
+    """Finished responses, what the worker's drafter buffer holds by now, and what all that took."""
 
     completions: tuple[Completion, ...]
     trainable_tokens: int
-    live: int
+    report: Report
 
 
 @dataclass(frozen=True, slots=True)

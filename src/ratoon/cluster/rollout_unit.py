@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch import Tensor
 from ratoon.cluster.spec import DraftingSpec, WorkerSpec
 from ratoon.cluster.stored_state import load_state, save_state
 from ratoon.cluster.tuners import make_tuner
+from ratoon.coordinator.pace import Report
 from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
@@ -20,7 +22,7 @@ from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.rollout.native.drafting import Drafting
-from ratoon.rollout.native.engine import RolloutEngine, positions_needed
+from ratoon.rollout.native.engine import Finished, RolloutEngine, positions_needed
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.numerics import InvarianceReport, check_invariance
 from ratoon.speculation.tuner import StatefulTuner, never
@@ -73,6 +75,7 @@ class RolloutUnit:
             self._tuner = make_tuner(spec.drafting.speculation, model)
         self._recorded: _Recorded | None = None
         self._before: dict[str, Any] | None = None
+        self._report = Report()
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -92,6 +95,7 @@ class RolloutUnit:
     def begin(self, *, speculate: bool, collect: bool) -> None:
         """Prepare for a rollout: whether to guess ahead, whether to keep states for training."""
         self._before = self.state_dict()
+        self._report = Report()
         self.engine.collect = collect
         self.engine.use_tuner(self._tuner if speculate and self._tuner else never())
 
@@ -119,6 +123,34 @@ class RolloutUnit:
     def load(self, path: Path) -> None:
         """Go on from what `save` wrote."""
         self.load_state_dict(load_state(path))
+
+    def step(self) -> list[Finished]:
+        """One step of the engine, measured."""
+        stats, live = self.engine.stats, self.engine.num_live
+        tokens, prompt_tokens = stats.tokens, stats.prefill_tokens
+        started = time.perf_counter()
+        finished = self.engine.step()
+        seconds = time.perf_counter() - started
+        made, report = stats.tokens - tokens, self._report
+        if made:
+            self._report = replace(
+                report,
+                seconds=report.seconds + seconds,
+                row_seconds=report.row_seconds + live * seconds,
+                tokens=report.tokens + made,
+            )
+        else:
+            self._report = replace(
+                report,
+                prefill_seconds=report.prefill_seconds + seconds,
+                prefill_tokens=report.prefill_tokens + stats.prefill_tokens - prompt_tokens,
+            )
+        return finished
+
+    def take_report(self) -> Report:
+        """What the steps since the last call took."""
+        report, self._report = self._report, Report()
+        return report
 
     def record(self, served: Eagle3Drafter | None) -> None:
         """Keep the state as it is before a rollout, so that the rollout can be replayed."""

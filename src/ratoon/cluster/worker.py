@@ -91,7 +91,7 @@ class Worker:
 
     def _decode_once(self, rollout: RolloutUnit) -> None:
         engine = rollout.engine
-        finished = engine.step()
+        finished = rollout.step()
         if not finished:
             return
         if engine.collect and self._drafter is not None:
@@ -99,7 +99,7 @@ class Worker:
                 self._drafter.add(response)
         completions = tuple(response.completion for response in finished)
         tokens = self._drafter.buffer.tokens if self._drafter is not None else 0
-        self._connection.send(Responses(completions, tokens, engine.num_live))
+        self._connection.send(Responses(completions, tokens, rollout.take_report()))
 
     def _handle(self, message: object) -> None:
         if isinstance(message, Generate):

@@ -73,6 +73,12 @@ class Rollout(Settings):
     prefill_chunk: int = Field(
         128, ge=1, description="Prompt tokens computed between two decode steps."
     )
+    planner: Literal["longest_first", "first_come", "static"] = Field(
+        "longest_first",
+        description="Who gets which prompts, and when; changes no token. `longest_first` predicts "
+        "lengths and measures speeds; `first_come` goes by free slots in the order of the data; "
+        "`static` splits the data in advance, as `spot.deterministic_steps` always does.",
+    )
     numerics: Literal["invariant", "tolerant"] = Field(
         "invariant",
         description="`invariant`: the same bits for any batch, proven at start, else a loud fall "
@@ -232,6 +238,11 @@ class RLConfig(Settings):
             self.speculation.enabled or not self.replay_last_step,
             "replay_last_step would compare nothing because speculation.enabled is false; "
             "set it to false",
+        )
+        require(
+            self.spot.deterministic_steps is None or self.rollout.planner != "first_come",
+            "rollout.planner = 'first_come' would have no effect because spot.deterministic_steps "
+            "is given, which splits prompts in advance; remove one",
         )
         if self.data.eval is None:
             forbid_without_effect("evaluation", self.evaluation, "data.eval is null")

@@ -74,8 +74,9 @@ def save_checkpoint(run: RunContext, folder: RunFolder, step: int, keep: int) ->
     """Write policy, drafter, both optimizers, the counters, and what each worker alone knows."""
     state = {
         "drafter": run.has_drafter,
-        "drafter_version": run.ledger.version,
+        "drafter_version": run.ledger.drafter,
         "prompts_drawn": run.prompts_drawn,
+        "planner": run.planner_memory.state(),
         "workers": len(run.workers),
     }
     with whole_checkpoint(folder, step, keep, **state) as draft:
@@ -105,10 +106,12 @@ def restore(run: RunContext, checkpoint: Checkpoint) -> None:
     if state["drafter"]:
         version = int(state["drafter_version"])
         run.workers.call_all("restore_drafter", folder=path / "drafter", version=version)
-        run.ledger.version = version
+        run.ledger.drafter = version
         run.has_drafter = True
     run.prompts_drawn = int(state["prompts_drawn"])
+    run.planner_memory.load_state(state["planner"])
     run.workers.call_all("serve_policy", version=checkpoint.step)
+    run.ledger.policy = checkpoint.step
     run.workers.call_all("load_own", folder=path)
 
 

@@ -78,6 +78,11 @@ def _by_group(drawn: Round) -> list[list[Completion]]:
 
 def joined(rollouts: Sequence[RolloutResult]) -> RolloutResult:
     """Several rollouts, one after the other, as one."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+    least = [rollout.least_s for rollout in rollouts]
+    errors = [(rollout.length_error, rollout.tokens) for rollout in rollouts]
+    known = [(error, tokens) for error, tokens in errors if error is not None]
     return RolloutResult(
         completions=tuple(c for rollout in rollouts for c in rollout.completions),
         seconds=sum(rollout.seconds for rollout in rollouts),
@@ -86,4 +91,6 @@ def joined(rollouts: Sequence[RolloutResult]) -> RolloutResult:
         spot=tuple(session for rollout in rollouts for session in rollout.spot),
         stop_s=tuple(seconds for rollout in rollouts for seconds in rollout.stop_s),
         stats=tuple(stats for rollout in rollouts for stats in rollout.stats),
+        least_s=None if None in least else sum(filter(None, least)),
+        length_error=sum(e * n for e, n in known) / sum(n for _, n in known) if known else None,
     )

@@ -20,6 +20,8 @@ from ratoon.cluster.spec import DraftingSpec, WorkerSpec
 from ratoon.config.rl import Rollout as EngineSettings
 from ratoon.config.speculation import Drafter, Speculation, Spot
 from ratoon.config.training import ModelSettings, Workers
+from ratoon.coordinator.memory import PlannerMemory
+from ratoon.coordinator.versions import VersionLedger
 from ratoon.data.prompts import PromptStyle
 from ratoon.errors import CapabilityError, ConfigError
 from ratoon.evals.kept import KeptResponses
@@ -27,7 +29,7 @@ from ratoon.evals.plan import EvalPlan, check_plan
 from ratoon.evals.summary import compare, summarise
 from ratoon.evals.tasks import Task, default_style, load_task
 from ratoon.loop.order import Group, make_groups
-from ratoon.loop.rollout import DrafterLedger, Rollout
+from ratoon.loop.rollout import Rollout
 from ratoon.loop.scoring import Scorer
 from ratoon.loop.setup import load_tokenizer, num_workers, report_numerics
 from ratoon.models.compute_dtype import fast_dtype
@@ -247,15 +249,17 @@ def _started(
 def _draw(
     workers: LocalWorkers,
     observer: Observer,
-    capacity: int,
+    slots: int,
     groups: Sequence[Group],
     on_response: Callable[[Completion], None],
 ) -> None:
     Rollout(
         workers,
         observer,
-        DrafterLedger(),
-        capacity=capacity,
+        VersionLedger(),
+        PlannerMemory(len(workers)),
+        kind="longest_first",
+        slots=slots,
         step=0,
         on_response=on_response,
         activity="evaluation",

@@ -1,15 +1,18 @@
 """Replaying a recorded step with and without speculation: same tokens, both times.
 
-Both arms start from the state before the step (policy, drafter, suffix index, calibration), so
-that neither has seen what it is about to generate.
+Both arms start from the state before the step (policy, drafter, suffix index, calibration, the
+planner's memory), so that neither has seen what it is about to generate.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ratoon.coordinator.memory import PlannerMemory
+from ratoon.coordinator.versions import VersionLedger
 from ratoon.errors import LosslessViolation
 from ratoon.loop.drawing import joined
 from ratoon.loop.rl_step import RunContext, StepOutcome
@@ -40,8 +43,10 @@ class Replay:
         return (plain + rest_s) / (fast + rest_s)
 
 
-def replay(run: RunContext, step: int, outcome: StepOutcome, *, exact: bool) -> Replay:
-    """Replay the recorded step `ROUNDS` times per arm, interleaved.
+def replay(
+    run: RunContext, step: int, outcome: StepOutcome, memory: PlannerMemory, *, exact: bool
+) -> Replay:
+    """Replay the recorded step `ROUNDS` times per arm, interleaved; `memory` is from before it.
 
     Raises: LosslessViolation if `exact` (invariant numerics) and any token differs.
     """
@@ -51,12 +56,15 @@ def replay(run: RunContext, step: int, outcome: StepOutcome, *, exact: bool) -> 
     for _ in range(ROUNDS):
         for speculate in (False, True):
             run.workers.call_all("rewind")
+            planned = copy.deepcopy(memory)
             results = [
                 Rollout(
                     run.workers,
                     run.observer,
-                    run.ledger,
-                    capacity=run.config.rollout.max_batch,
+                    VersionLedger(policy=step - 1),
+                    planned,
+                    kind=run.config.rollout.planner,
+                    slots=run.config.rollout.max_batch,
                     step=step,
                     activity="evaluation",
                     stop=run.stop,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ import torch
 
 from ratoon.cluster.local import LocalWorkers, shared_folder
 from ratoon.config.rl import RLConfig
+from ratoon.coordinator.memory import PlannerMemory
+from ratoon.coordinator.versions import VersionLedger
 from ratoon.drafter.model import choose_draft_vocabulary
 from ratoon.loop.checkpoints import (
     Checkpoint,
@@ -24,7 +27,6 @@ from ratoon.loop.model_card import write_card
 from ratoon.loop.replay import replay
 from ratoon.loop.rl_step import RunContext, StepOutcome, rl_step
 from ratoon.loop.rl_summary import Findings, figures_of, step_records
-from ratoon.loop.rollout import DrafterLedger
 from ratoon.loop.setup import (
     check_adapters,
     check_context,
@@ -97,10 +99,12 @@ def _train(
             _evaluate_if_due(run, findings)
     run.observer.phase("RL", config.steps, done=run.steps_done)
     outcome: StepOutcome | None = None
+    memory = run.planner_memory
     for step in range(run.steps_done + 1, config.steps + 1):
         last = step == config.steps
         if last and config.replay_last_step:
             run.workers.call_all("record")
+            memory = copy.deepcopy(run.planner_memory)
         outcome = rl_step(run, step)
         if not run.has_drafter:
             _make_drafter(run, outcome.rollout.completions)
@@ -111,7 +115,7 @@ def _train(
     if config.replay_last_step and outcome is not None:
         run.observer.phase("replay of the last step")
         exact = run.workers.numerics == "invariant"
-        findings.replay = replay(run, config.steps, outcome, exact=exact)
+        findings.replay = replay(run, config.steps, outcome, memory, exact=exact)
 
 
 def _evaluate_if_due(run: RunContext, findings: Findings) -> None:
@@ -173,7 +177,8 @@ def _context(config: RLConfig, observer: Observer, stop: Stop) -> Iterator[RunCo
             workers,
             pool,
             observer,
-            DrafterLedger(),
+            VersionLedger(),
+            PlannerMemory(len(workers)),
             stop,
             notes=tuple(dropped),
         )

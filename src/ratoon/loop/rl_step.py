@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from ratoon.cluster.local import LocalWorkers
 from ratoon.cluster.messages import SpotResult
 from ratoon.config.rl import RLConfig
+from ratoon.coordinator.memory import PlannerMemory
+from ratoon.coordinator.versions import VersionLedger
 from ratoon.loop.drawing import Drawn, Round, joined
 from ratoon.loop.learning import learning_metrics, make_samples, with_advantages
 from ratoon.loop.order import Group, make_groups, next_prompts
-from ratoon.loop.rollout import DrafterLedger, Rollout, RolloutResult, train_drafter_steps
+from ratoon.loop.rollout import Rollout, RolloutResult, train_drafter_steps
 from ratoon.loop.scoring import Scorer
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.completions import Split
@@ -41,7 +43,8 @@ class RunContext:
     workers: LocalWorkers
     pool: RewardPool
     observer: Observer
-    ledger: DrafterLedger
+    ledger: VersionLedger
+    planner_memory: PlannerMemory
     stop: Stop
     has_drafter: bool = False
     steps_done: int = 0
@@ -70,7 +73,7 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
     """
     config, observer, clock = run.config, run.observer, run.observer.clock
     started = clock.now()
-    version = run.ledger.version
+    version = run.ledger.drafter
     drawn = draw_groups(run, step)
     rollout = joined([part.rollout for part in drawn.rounds])
     scored = clock.now()
@@ -88,6 +91,7 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
     updated = clock.now()
     add_spans(run, "update", update_started, updated, step)
     run.workers.call_all("serve_policy", version=step)
+    run.ledger.policy = step
     ended = clock.now()
     add_spans(run, "weights", updated, ended, step)
     run.prompts_drawn += sum(len(part.groups) for part in drawn.rounds)
@@ -110,7 +114,7 @@ def rl_step(run: RunContext, step: int) -> StepOutcome:
             **drawn.metrics(),
             **learning_metrics(samples, divergences),
             **rollout_metrics(rollout, len(run.workers), sessions),
-            "drafter/versions": run.ledger.version - version,
+            "drafter/versions": run.ledger.drafter - version,
             **updates[0],
             "time/step_s": outcome.total_s,
             "time/rollout_s": outcome.rollout_s,
@@ -162,17 +166,18 @@ def draw_groups(run: RunContext, step: int) -> Drawn:
 def draw(run: RunContext, groups: Sequence[Group], step: int, scorer: Scorer) -> RolloutResult:
     """Generate a round's responses; idle workers train the drafter, if there is one.
 
-    With a fixed number of drafter steps all groups are handed out at once, so that which worker
-    has which responses does not depend on time.
+    With a fixed number of drafter steps the groups are split in advance, so that which worker has
+    which responses does not depend on time.
     """
     spot = run.config.spot
     fixed = spot.deterministic_steps is not None
-    everything = sum(len(group) for group in groups)
     rollout = Rollout(
         run.workers,
         run.observer,
         run.ledger,
-        capacity=everything if fixed else run.config.rollout.max_batch,
+        run.planner_memory,
+        kind="static" if fixed else run.config.rollout.planner,
+        slots=run.config.rollout.max_batch,
         step=step,
         on_response=scorer.submit,
         stop=run.stop,
@@ -236,6 +241,7 @@ def rollout_metrics(
     accepted = sum(item.tokens_speculated - item.rows_speculated for item in stats)
     saved = [item.steps.saved_s for item in stats]
     idle = rollout.idle_s / (num_workers * rollout.seconds)
+    least = rollout.least_s
     return {
         "response/count": len(lengths),
         "response/tokens_mean": statistics.fmean(lengths),
@@ -250,6 +256,9 @@ def rollout_metrics(
         "speculation/accepted": accepted,
         "speculation/acceptance_length": rollout.acceptance_length,
         "speculation/saved_s": None if None in saved else sum(filter(None, saved)),
+        "planner/length_error": rollout.length_error,
+        "planner/least_s": least,
+        "planner/over_least": rollout.seconds / least if least else None,
         "drafter/tokens": sum(session.tokens for session in sessions),
         "drafter/optimizer_steps": sum(session.steps for session in sessions),
         "drafter/loss": next((s.loss for s in reversed(sessions) if s.loss is not None), None),

@@ -1,6 +1,6 @@
 """One rollout over all workers: hand out groups, let idle workers train the drafter, end together.
 
-What to do is `coordinator.decide`'s business; here it is done.
+What to do is the coordinator's business; here it is done.
 """
 
 from __future__ import annotations
@@ -19,20 +19,17 @@ from ratoon.cluster.messages import (
     SpotResult,
     TakeDrafter,
 )
-from ratoon.coordinator.decide import (
-    EndRollout,
-    HandGroup,
-    Snapshot,
-    StartTraining,
-    StopTraining,
-    WorkerView,
-    decide,
-)
-from ratoon.coordinator.states import WorkerState, transition
+from ratoon.coordinator.coordinator import Coordinator, Task
+from ratoon.coordinator.decide import Action, EndRollout, StartTraining, StopTraining
+from ratoon.coordinator.memory import Kind, PlannerMemory
+from ratoon.coordinator.pace import least_seconds
+from ratoon.coordinator.planner import HandOut, Work
+from ratoon.coordinator.states import WorkerState
+from ratoon.coordinator.versions import Publication, VersionLedger
 from ratoon.loop.order import Group
 from ratoon.observe.observer import Observer
 from ratoon.observe.timeline import Activity
-from ratoon.records import Completion
+from ratoon.records import Completion, DrawKey
 from ratoon.rollout.native.engine import EngineStats
 from ratoon.stopping import Stop
 
@@ -46,7 +43,9 @@ class RolloutResult:
     `completions` are in the order of the requests. `seconds` runs from the first request to the
     last response; `idle_s` is the workers' time with nothing to decode in between, `filled_s` the
     part of it that trained the drafter, both summed over workers. `stop_s` are the times from the
-    order to end a session of drafter training to its end.
+    order to end a session of drafter training to its end. `least_s` is what no order could beat,
+    with these lengths at the measured speeds; `length_error` how far predictions were off on
+    average, as a share of the mean length. Both are None while nothing is known.
     """
 
     completions: tuple[Completion, ...]
@@ -56,6 +55,8 @@ class RolloutResult:
     spot: tuple[SpotResult, ...]
     stop_s: tuple[float, ...]
     stats: tuple[EngineStats, ...]
+    least_s: float | None
+    length_error: float | None
 
     @property
     def tokens(self) -> int:
@@ -74,36 +75,25 @@ class RolloutResult:
 class _Worker:
     state: WorkerState
     since_s: float
-    unfinished: int = 0
-    trainable_tokens: int = 0
     stop_ordered_s: float = 0.0
     last_response_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class DrafterLedger:
-    """The newest published drafter, across rollouts."""
-
-    def __init__(self, version: int = 0) -> None:
-        self.version = version
-        self.latest: DrafterPublished | None = None
-
-    def record(self, publication: DrafterPublished) -> TakeDrafter:
-        """Note a publication; returns the message that makes a worker use it."""
-        self.latest = publication
-        self.version = publication.version
-        return TakeDrafter(publication.version, publication.checksum, publication.slot)
+def publish(workers: LocalWorkers, ledger: VersionLedger, message: DrafterPublished) -> None:
+    """Let all workers draft with new weights from their next step on."""
+    ledger.record(Publication(message.version, message.checksum, message.slot))
+    for worker in range(len(workers)):
+        workers.send(worker, TakeDrafter(message.version, message.checksum, message.slot))
 
 
-def train_drafter_steps(workers: LocalWorkers, ledger: DrafterLedger) -> SpotResult:
+def train_drafter_steps(workers: LocalWorkers, ledger: VersionLedger) -> SpotResult:
     """Let the first worker train the drafter for its fixed number of steps; the others wait."""
-    workers.send(0, Call("train_spot_steps", {"version": ledger.version}))
+    workers.send(0, Call("train_spot_steps", {"version": ledger.drafter}))
     while True:
         for _, message in workers.receive():
             if isinstance(message, DrafterPublished):
-                take = ledger.record(message)
-                for other in range(len(workers)):
-                    workers.send(other, take)
+                publish(workers, ledger, message)
             elif isinstance(message, Returned):
                 assert isinstance(message.value, SpotResult)
                 return message.value
@@ -112,18 +102,21 @@ def train_drafter_steps(workers: LocalWorkers, ledger: DrafterLedger) -> SpotRes
 class Rollout:
     """Runs one rollout.
 
-    `on_response` is called with each response as it arrives; `activity` is what the timeline calls
-    the time in which a worker decodes. `stop` is looked at between messages: Stopped leaves the
-    workers in the midst of work.
+    `memory` is read by the planner of this `kind`, and learns from the responses. `on_response` is
+    called with each response as it arrives; `activity` is what the timeline calls the time in which
+    a worker decodes. `stop` is looked at between messages: Stopped leaves the workers in the midst
+    of work.
     """
 
     def __init__(
         self,
         workers: LocalWorkers,
         observer: Observer,
-        ledger: DrafterLedger,
+        ledger: VersionLedger,
+        memory: PlannerMemory,
         *,
-        capacity: int,
+        kind: Kind,
+        slots: int,
         step: int,
         on_response: Callable[[Completion], None] = lambda completion: None,
         activity: Activity = "rollout",
@@ -133,7 +126,9 @@ class Rollout:
         self._observer = observer
         self._clock: Clock = observer.clock
         self._ledger = ledger
-        self._capacity = capacity
+        self._memory = memory
+        self._kind: Kind = kind
+        self._slots = slots
         self._step = step
         self._on_response = on_response
         self._stop = stop or Stop()
@@ -143,7 +138,7 @@ class Rollout:
             WorkerState.DRAFTER_TRAINING: "drafter_training",
             WorkerState.STOPPING: "drafter_training",
         }
-        self._finished: dict[object, Completion] = {}
+        self._finished: dict[DrawKey, Completion] = {}
         self._spot: list[SpotResult] = []
         self._stop_s: list[float] = []
 
@@ -162,9 +157,16 @@ class Rollout:
         self._workers.call_all("begin_rollout", speculate=speculate, collect=collect)
         start = self._clock.now()
         self._table = [_Worker(WorkerState.IDLE, start) for _ in range(len(self._workers))]
-        self._queue = list(groups)
-        self._total = sum(len(group) for group in groups)
-        self._spot_training = spot_training
+        self._groups = groups
+        self._tasks: dict[DrawKey, Task] = {
+            request.key: (number, member)
+            for number, group in enumerate(groups)
+            for member, request in enumerate(group)
+        }
+        work = [_work(group) for group in groups]
+        predicted = self._predict(work)
+        planner = self._memory.planner(self._kind, work, self._slots)
+        self._coordinator = Coordinator(len(self._table), planner, spot_training=spot_training)
         while not self._act():
             self._stop.check()
             for index, message in self._workers.receive(POLL_S):
@@ -173,73 +175,70 @@ class Rollout:
         for index in range(len(self._table)):
             self._leave_state(index)
         stats = self._workers.call_all("end_rollout")
-        return self._result(groups, start, end, stats)
+        self._memory.lengths.end_round()
+        return self._result(start, end, stats, predicted)
 
     def _act(self) -> bool:
         """Carry out decisions until there are none; whether the rollout is over."""
-        while True:
-            actions = decide(self._snapshot())
+        while actions := self._coordinator.next_actions(self._clock.now()):
             for action in actions:
+                self._coordinator.apply(action, self._clock.now())
                 if isinstance(action, EndRollout):
                     return True
                 self._carry_out(action)
-            if not actions:
-                return False
+        return False
 
-    def _snapshot(self) -> Snapshot:
-        views = tuple(
-            WorkerView(index, worker.state, worker.unfinished, worker.trainable_tokens)
-            for index, worker in enumerate(self._table)
-        )
-        queued = tuple(len(group) for group in self._queue)
-        return Snapshot(views, queued, self._capacity, self._spot_training)
-
-    def _carry_out(self, action: HandGroup | StartTraining | StopTraining) -> None:
+    def _carry_out(self, action: Action) -> None:
+        assert not isinstance(action, EndRollout)
         index = action.worker
-        worker = self._table[index]
-        if isinstance(action, HandGroup):
-            group = self._queue.pop(0)
-            worker.unfinished += len(group)
-            if worker.state is not WorkerState.ROLLOUT:
-                self._enter(index, WorkerState.ROLLOUT)
-            self._workers.send(index, Generate(group))
+        self._follow(index)
+        if isinstance(action, HandOut):
+            group = self._groups[action.group]
+            self._workers.send(index, Generate(tuple(group[m] for m in action.members)))
         elif isinstance(action, StartTraining):
-            self._enter(index, WorkerState.DRAFTER_TRAINING)
-            self._workers.send(index, Call("start_spot", {"version": self._ledger.version}))
-        else:
-            self._enter(index, WorkerState.STOPPING)
-            worker.stop_ordered_s = self._clock.now()
+            self._workers.send(index, Call("start_spot", {"version": self._ledger.drafter}))
+        elif isinstance(action, StopTraining):
+            self._table[index].stop_ordered_s = self._clock.now()
             self._workers.send(index, Call("stop_spot"))
 
     def _handle(self, index: int, message: object) -> None:
         worker = self._table[index]
         if isinstance(message, Responses):
             worker.last_response_s = self._clock.now()
-            worker.unfinished -= len(message.completions)
-            worker.trainable_tokens = message.trainable_tokens
-            for completion in message.completions:
-                self._finished[completion.key] = completion
-                self._on_response(completion)
-            self._observer.status(finished=len(self._finished), total=self._total)
-            if worker.unfinished == 0:
-                self._enter(index, WorkerState.IDLE)
+            self._responses(index, message)
         elif isinstance(message, DrafterPublished):
-            take = self._ledger.record(message)
+            publish(self._workers, self._ledger, message)
             self._observer.status(drafter_version=message.version)
-            for other in range(len(self._table)):
-                self._workers.send(other, take)
         elif isinstance(message, Returned) and message.method == "stop_spot":
             self._spot.append(message.value)
             self._stop_s.append(message.value.ended_s - worker.stop_ordered_s)
-            self._enter(index, WorkerState.IDLE)
+            self._coordinator.stopped(index)
+            self._follow(index)
         elif not (isinstance(message, Returned) and message.method == "start_spot"):
             raise RuntimeError(f"worker {index} sent {message!r:.200} during a rollout")
 
-    def _enter(self, index: int, state: WorkerState) -> None:
+    def _responses(self, index: int, message: Responses) -> None:
+        self._memory.pace.observe(index, message.report)
+        responses = []
+        for completion in message.completions:
+            self._ledger.check_policy(completion.policy_version)
+            task, tokens = self._tasks[completion.key], len(completion.token_ids)
+            responses.append((task, tokens))
+            uid = (completion.key.dataset, completion.key.row)
+            self._memory.lengths.observe(uid, len(completion.prompt_ids), tokens)
+            self._finished[completion.key] = completion
+            self._on_response(completion)
+        self._coordinator.finished(index, responses, message.trainable_tokens)
+        self._observer.status(finished=len(self._finished), total=len(self._tasks))
+        self._follow(index)
+
+    def _follow(self, index: int) -> None:
+        """Account for what a worker has done if the coordinator has it do something else now."""
+        worker, state = self._table[index], self._coordinator.states[index]
+        if state is worker.state:
+            return
         self._leave_state(index)
-        worker = self._table[index]
-        worker.state = transition(worker.state, state)
-        worker.since_s = self._clock.now()
+        worker.state = state
         self._observer.status_of({f"worker/{index}": self._activities[state]})
 
     def _leave_state(self, index: int) -> None:
@@ -250,18 +249,52 @@ class Rollout:
         self._observer.span(f"worker {index}", activity, worker.since_s, now, step=self._step)
         worker.since_s = now
 
+    def _predict(self, work: Sequence[Work]) -> list[float] | None:
+        lengths = self._memory.lengths
+        if not all(lengths.knows(item.uid[0]) for item in work):
+            return None
+        return [lengths.predict(item.uid, item.prompt_tokens, item.max_tokens) for item in work]
+
     def _result(
-        self, groups: Sequence[Group], start: float, end: float, stats: list[EngineStats]
+        self, start: float, end: float, stats: list[EngineStats], predicted: list[float] | None
     ) -> RolloutResult:
         idle = sum(end - max(worker.last_response_s, start) for worker in self._table)
         trained = sum(worker.seconds.get("drafter_training", 0.0) for worker in self._table)
         rested = sum(result.rested_s for result in self._spot)
+        completions = tuple(self._finished[key] for key in self._tasks)
+        lengths = [len(completion.token_ids) for completion in completions]
+        error = None
+        if predicted is not None:
+            groups = (group for group, _ in self._tasks.values())
+            off = (abs(predicted[g] - n) for g, n in zip(groups, lengths, strict=True))
+            error = sum(off) / sum(lengths)
         return RolloutResult(
-            completions=tuple(self._finished[r.key] for group in groups for r in group),
+            completions=completions,
             seconds=end - start,
             idle_s=idle,
             filled_s=max(0.0, trained - rested - sum(self._stop_s)),
             spot=tuple(self._spot),
             stop_s=tuple(self._stop_s),
             stats=tuple(stats),
+            least_s=self._least_s(lengths),
+            length_error=error,
         )
+
+    def _least_s(self, lengths: Sequence[int]) -> float | None:
+        pace = self._memory.pace
+        if not pace.is_measured:
+            return None
+        fixed, each = pace.step()
+        return least_seconds(
+            lengths,
+            [pace.slowness(worker) for worker in range(len(self._table))],
+            slots=self._slots,
+            alone=fixed + each,
+            together=fixed + each * self._slots,
+        )
+
+
+def _work(group: Group) -> Work:
+    first = group[0]
+    uid = (first.key.dataset, first.key.row)
+    return Work(uid, len(first.prompt_ids), len(group), first.max_tokens)

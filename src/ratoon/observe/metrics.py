@@ -127,6 +127,13 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_per_s": Metric("tokens/s", "Generation speed, all workers together"),
     "rollout/decode_steps": Metric("steps", "Forward passes of the policy while decoding"),
     "rollout/flips": Metric("tokens", "Tokens that rounding changed, in tolerant numerics"),
+    "planner/length_error": Metric(
+        "", "Mean error of predicted response lengths, as a share of the mean length"
+    ),
+    "planner/least_s": Metric(
+        "s", "Rollout time that no order could beat, with these lengths at the measured speeds"
+    ),
+    "planner/over_least": Metric("", "Rollout time over that; 1 is the best possible"),
     "speculation/acceptance_length": Metric(
         "tokens", "Tokens per sequence and verification, the extra token included"
     ),

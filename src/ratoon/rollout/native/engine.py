@@ -55,6 +55,7 @@ class EngineStats:
     plain_steps: int = 0
     speculative_steps: int = 0
     prefill_steps: int = 0
+    prefill_tokens: int = 0
     rows_decoded: int = 0
     rows_speculated: int = 0
     tokens: int = 0
@@ -183,6 +184,11 @@ class RolloutEngine:
         """Let another tuner choose from the next step on."""
         self._tuner = tuner
 
+    @property
+    def stats(self) -> EngineStats:
+        """The counts since the last `take_stats`, which go on."""
+        return self._stats
+
     def take_stats(self) -> EngineStats:
         """The counts since the last call."""
         stats, self._stats = self._stats, EngineStats()
@@ -202,8 +208,10 @@ class RolloutEngine:
 
     def _admit(self) -> None:
         slot = self.rows.num_live
+        before = self._queue.computed_tokens
         request = self._queue.advance(slot, self._max_rows - slot)
         self._stats.prefill_steps += 1
+        self._stats.prefill_tokens += self._queue.computed_tokens - before
         self._prefilling = request is None
         if request is None:
             return

@@ -31,6 +31,7 @@ class PromptQueue:
         self._siblings: Counter[tuple[int, ...]] = Counter()
         self._computed: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
         self._done = 0
+        self.computed_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -124,6 +125,7 @@ class PromptQueue:
         rows, model = self._rows, self._model
         device = rows.lengths.device
         num_rows, num_new = len(prompts), end - start
+        self.computed_tokens += num_rows * num_new
         tokens = torch.tensor(
             [(prompt[start:end] + (0,) * num_new)[:num_new] for prompt in prompts], device=device
         )
