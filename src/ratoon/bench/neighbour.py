@@ -18,7 +18,8 @@ import torch
 
 from ratoon.bench.drafter import spot_session
 from ratoon.bench.intervals import median_interval
-from ratoon.bench.subject import Subject, decode, load_subject
+from ratoon.bench.live import LiveRows
+from ratoon.bench.subject import load_subject
 from ratoon.bench.timing import interleaved, ratio_interval, worker_environment, worker_pool
 from ratoon.config.speculation import Spot
 from ratoon.drafter.trainer import TrainerOptions
@@ -26,6 +27,7 @@ from ratoon.errors import ConfigError
 from ratoon.models.compute_dtype import DTYPES, fast_dtype
 from ratoon.observe.provenance import provenance
 from ratoon.processes import end_with_parent
+from ratoon.speculation.tuner import RuleTuner
 
 LIVE_BATCHES = (1, 4)
 BAR = 0.03
@@ -68,23 +70,26 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Tokens per second of each arm by round, in the decoding process."""
     subject = load_subject(model, drafter)
+    live = LiveRows(subject, subject.prompts[: max(LIVE_BATCHES)])
     arms: dict[str, Callable[[int], float]] = {}
     for size in LIVE_BATCHES:
-        arms[f"waiting {size}"] = partial(_rate, subject, size)
-        arms[f"training {size}"] = partial(_rate_beside, subject, size, neighbour)
-        arms[f"again {size}"] = partial(_rate, subject, size)
+        arms[f"waiting {size}"] = partial(_rate, live, size)
+        arms[f"training {size}"] = partial(_rate_beside, live, size, neighbour)
+        arms[f"again {size}"] = partial(_rate, live, size)
     return interleaved(arms, rounds)
 
 
-def _rate(subject: Subject, size: int, number: int) -> float:
-    return decode(subject, size, number, subject.drafting(size)).rate
+def _rate(live: LiveRows, size: int, number: int) -> float:
+    subject = live.subject
+    drafting, tuner = subject.drafting(size), RuleTuner(subject.strategy)
+    return live.decode(size, number, drafting=drafting, tuner=tuner).rate
 
 
-def _rate_beside(subject: Subject, size: int, neighbour: Connection, number: int) -> float:
+def _rate_beside(live: LiveRows, size: int, neighbour: Connection, number: int) -> float:
     neighbour.send("train")
     neighbour.recv()
     try:
-        return _rate(subject, size, number)
+        return _rate(live, size, number)
     finally:
         neighbour.send("wait")
         neighbour.recv()

@@ -77,9 +77,9 @@ class Stopwatch:
 
 
 @contextmanager
-def worker_environment() -> Iterator[SpawnContext]:
-    """Where processes start like a run's workers: with huge pages and one thread."""
-    added = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+def worker_environment(threads: int = 1) -> Iterator[SpawnContext]:
+    """Where processes start like a run's workers: with huge pages and so many threads."""
+    added = {**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
     saved = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -92,20 +92,22 @@ def worker_environment() -> Iterator[SpawnContext]:
                 os.environ[name] = value
 
 
-def _begin_measuring() -> None:
+def _begin_measuring(threads: int) -> None:
     end_with_parent(lambda: None)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
 
 
 @contextmanager
-def worker_pool(count: int = 1) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(count: int = 1, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
     """Processes like a run's workers; they end when the one that started them does.
+
+    Each computes with `threads` threads.
 
     A process starts with its first job, so there is one for each in here.
     """
     with (
-        worker_environment() as context,
-        ProcessPoolExecutor(count, context, _begin_measuring) as pool,
+        worker_environment(threads) as context,
+        ProcessPoolExecutor(count, context, _begin_measuring, (threads,)) as pool,
     ):
         wait([pool.submit(torch.get_num_threads) for _ in range(count)])
         yield pool

