@@ -37,8 +37,7 @@ def certified(folder: RunFolder) -> dict[str, Any]:
 @pytest.fixture
 def run(reference: RunFolder, tmp_path: Path) -> RunFolder:
     """A copy of the reference run, to be altered."""
-    ignored = shutil.ignore_patterns("drafter")
-    return RunFolder(Path(shutil.copytree(reference.path, tmp_path / "run", ignore=ignored)))
+    return RunFolder(Path(shutil.copytree(reference.path, tmp_path / "run")))
 
 
 def alter(folder: RunFolder, step: int, change: Callable[[list[Row]], None]) -> None:
