@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
 from ratoon.models.decoder import Decoder, DecoderConfig
+from ratoon.models.graph_pool import CudaGraphs, GraphPool, graph_pool
 from ratoon.models.tiny import random_decoder
 from ratoon.records import Completion, DrawKey, Request, SamplingParams, Stream
 from ratoon.rollout.native.drafting import Drafting
@@ -19,7 +21,7 @@ from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.latency import forward_seconds
 from ratoon.speculation.cost_model import CostModelTuner, Latency
 from ratoon.speculation.strategy import PLAIN, RandomStrategies, Strategy
-from ratoon.speculation.tuner import TableTuner, Tuner
+from ratoon.speculation.tuner import RuleTuner, TableTuner, Tuner
 
 CONFIG = DecoderConfig("llama", 96, 64, 128, 4, num_heads=4, num_kv_heads=2, head_dim=16)
 ROWS, LENGTH, MAX_NODES = 8, 96, 12
@@ -44,19 +46,33 @@ def requests(params: SamplingParams) -> list[Request]:
     ]
 
 
-def answers(
-    decoder: Decoder,
-    device: torch.device,
-    params: SamplingParams,
-    tuner: Tuner | None = None,
-) -> dict[DrawKey, Completion]:
+@pytest.fixture(params=["off", "on"], ids=["no graphs", "graphs"])
+def cuda_graphs(request: pytest.FixtureRequest, device: torch.device) -> CudaGraphs:
+    setting: CudaGraphs = request.param
+    if setting == "on" and device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU; tests/laws/test_graphs.py records on the CPU")
+    return setting
+
+
+def make_model(decoder: Decoder, device: torch.device) -> InferenceModel:
     target = Decoder(decoder.config)
     target.load_state_dict(decoder.state_dict())
-    target.to(device)
-    drafter_config = DrafterConfig.for_target(CONFIG, 8192, 48)
-    model = InferenceModel(
-        target, num_positions=LENGTH + 64, dtype=torch.float32, taps=drafter_config.taps
+    taps = DrafterConfig.for_target(CONFIG, 8192, 48).taps
+    return InferenceModel(
+        target.to(device), num_positions=LENGTH + 64, dtype=torch.float32, taps=taps
     )
+
+
+def make_engine(
+    decoder: Decoder,
+    device: torch.device,
+    tuner: Tuner | None = None,
+    graphs: GraphPool | None = None,
+    *,
+    suffix: bool = True,
+) -> RolloutEngine:
+    model = make_model(decoder, device)
+    drafter_config = DrafterConfig.for_target(CONFIG, 8192, 48)
     drafting = None
     if tuner is not None:
         slots = TREE.beam * TREE.depth
@@ -64,7 +80,7 @@ def answers(
             num_rows=ROWS,
             vocab_limit=90,
             max_nodes=MAX_NODES,
-            suffix=SuffixDrafter(ROWS, capacity=4096, device=device),
+            suffix=SuffixDrafter(ROWS, capacity=4096, device=device) if suffix else None,
             learned=LearnedDrafter(
                 drafter_config,
                 num_rows=ROWS,
@@ -75,9 +91,9 @@ def answers(
             ),
             device=device,
         )
-        drafter = Eagle3Drafter.from_target(drafter_config, target, torch.arange(96).to(device))
+        drafter = Eagle3Drafter.from_target(drafter_config, decoder, torch.arange(96))
         drafting.load(drafter, model.embedding)
-    engine = RolloutEngine(
+    return RolloutEngine(
         model,
         max_rows=ROWS,
         max_length=LENGTH,
@@ -86,7 +102,21 @@ def answers(
         tuner=tuner,
         collect=tuner is not None,
         prefill_chunk=8,
+        graphs=graphs,
     )
+
+
+def answers(
+    decoder: Decoder,
+    device: torch.device,
+    params: SamplingParams,
+    tuner: Tuner | None = None,
+    graphs: GraphPool | None = None,
+) -> dict[DrawKey, Completion]:
+    return finish(make_engine(decoder, device, tuner, graphs), params)
+
+
+def finish(engine: RolloutEngine, params: SamplingParams) -> dict[DrawKey, Completion]:
     for request in requests(params):
         engine.submit(request)
     finished: list[Finished] = []
@@ -102,11 +132,11 @@ def flipped(one: dict[DrawKey, Completion], other: dict[DrawKey, Completion]) ->
 
 @pytest.mark.parametrize("params", PARAMS, ids=["temperature 1", "temperature 0", "transformed"])
 def test_plain_and_speculative_decoding_say_what_the_cpu_says(
-    device: torch.device, params: SamplingParams
+    device: torch.device, params: SamplingParams, cuda_graphs: CudaGraphs
 ) -> None:
     decoder = random_decoder(CONFIG, seed=0)
     expected = answers(decoder, torch.device("cpu"), params)
-    plain = answers(decoder, device, params)
+    plain = answers(decoder, device, params, graphs=graph_pool(cuda_graphs, device))
     assert len(flipped(plain, expected)) <= MAX_FLIPPED
     for key in plain.keys() - set(flipped(plain, expected)):
         torch.testing.assert_close(
@@ -116,7 +146,53 @@ def test_plain_and_speculative_decoding_say_what_the_cpu_says(
             rtol=0,
         )
     changing = TableTuner(RandomStrategies([PLAIN, TREE, SHARED], seed=1))
-    assert len(flipped(answers(decoder, device, params, changing), plain)) <= MAX_FLIPPED
+    graphs = graph_pool(cuda_graphs, device)
+    drafted = answers(decoder, device, params, changing, graphs)
+    assert len(flipped(drafted, plain)) <= MAX_FLIPPED
+    if graphs is not None:
+        report = graphs.report()
+        assert report.captures < report.replays
+        assert report.num_bytes > 0
+
+
+def test_new_weights_are_those_that_are_served(
+    device: torch.device, cuda_graphs: CudaGraphs
+) -> None:
+    old, new = (random_decoder(CONFIG, seed=seed) for seed in (0, 1))
+    engine = make_engine(old, device, graphs=graph_pool(cuda_graphs, device))
+    finish(engine, PARAMS[0])
+    engine.use_model(make_model(new, device), version=1)
+    expected = answers(new, torch.device("cpu"), PARAMS[0])
+    assert len(flipped(finish(engine, PARAMS[0]), expected)) <= MAX_FLIPPED
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, TREE], ids=["plain", "tree"])
+def test_with_graphs_a_step_waits_for_the_device_once(
+    device: torch.device, strategy: Strategy
+) -> None:
+    graphs = graph_pool("auto", device)
+    if graphs is None:
+        pytest.skip("only a GPU is waited for")
+    tuner = RuleTuner(lambda num_live: strategy)
+    engine = make_engine(random_decoder(CONFIG, seed=0), device, tuner, graphs, suffix=False)
+    for request in requests(PARAMS[0])[:ROWS]:
+        engine.submit(request)
+    while engine.num_waiting:
+        engine.step()
+    waits = []
+    for _ in range(12):
+        captures = graphs.report().captures
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                finished = engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if not finished and graphs.report().captures == captures:
+            waits.append([str(warning.message) for warning in caught])
+    assert waits
+    assert all(len(messages) <= 1 for messages in waits), waits
 
 
 def test_the_tuner_that_goes_by_the_clock_measures_the_device(device: torch.device) -> None:
@@ -127,5 +203,6 @@ def test_the_tuner_that_goes_by_the_clock_measures_the_device(device: torch.devi
     assert min(seconds for _, seconds in points) > 0
     tuner = CostModelTuner(SHARED, 64, Latency(points))
     expected = answers(random_decoder(CONFIG, seed=0), device, PARAMS[0])
-    found = answers(random_decoder(CONFIG, seed=0), device, PARAMS[0], tuner)
+    graphs = graph_pool("auto", device)
+    found = answers(random_decoder(CONFIG, seed=0), device, PARAMS[0], tuner, graphs)
     assert len(flipped(found, expected)) <= MAX_FLIPPED

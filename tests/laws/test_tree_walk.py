@@ -21,7 +21,14 @@ from ratoon.speculation.build import build_tree
 from ratoon.speculation.calibration import Calibration
 from ratoon.speculation.proposer import CoupledProposer, RetrievedProposer, Source, StepNoise
 from ratoon.speculation.strategy import Strategy
-from ratoon.speculation.tree import Tree, ancestor_mask, packed, root_only
+from ratoon.speculation.tree import (
+    Tree,
+    ancestor_mask,
+    ancestors_of,
+    packed,
+    packed_to,
+    root_only,
+)
 
 VOCAB = 11
 LENGTH = 24
@@ -161,6 +168,39 @@ def test_any_tree_commits_the_tokens_of_plain_decoding(params: SamplingParams, s
     assert guided == expected
     assert guided_logprobs == blind_logprobs
     assert steps < LENGTH - len(PROMPT), "the true tokens in the trees were not used"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_way_is_the_same_for_all_levels_at_once(seed: int) -> None:
+    """Trees repeat children, so that the first of equal siblings must be taken."""
+    params, selector = PARAMS[0], Selector(VOCAB)
+    make_tree = random_trees(seed, hints=plain(params))
+    lengths = torch.full((NUM_ROWS,), len(PROMPT))
+    before, roots = torch.tensor(PROMPT).expand(NUM_ROWS, 2).unbind(1)
+    longest = 0
+    for _ in range(20):
+        tree = make_tree(before, roots, lengths)
+        nodes, places = packed(tree)
+        logits = target_logits(tree, before).nan_to_num().flatten(0, 1)
+        walked = verify.walk(tree, logits[nodes], places, KEYS, lengths, selector, params)
+        positions = (lengths[:, None] + tree.depths).flatten()
+        keys = keyed_noise.row_keys(KEYS.repeat_interleave(tree.tokens.shape[1], 0), positions)
+        ids = selector.select(logits, keys, params)[0].view_as(tree.tokens)
+        ancestors = ancestors_of(tree.parents)
+        assert torch.equal(ancestors, ancestor_mask(tree))
+        path, counts = verify.follow(
+            tree.tokens, tree.parents, tree.depths, tree.valid, ancestors, ids
+        )
+        levels = walked.path.shape[1]
+        assert torch.equal(path[:, :levels], walked.path)
+        assert bool((path[:, levels:] == -1).all())
+        assert torch.equal(counts, walked.counts)
+        fixed_nodes, fixed_places = packed_to(tree.valid, len(nodes) + 3)
+        assert torch.equal(fixed_nodes[: len(nodes)], nodes)
+        assert torch.equal(fixed_places, places)
+        assert len(fixed_nodes.unique()) == len(nodes) + 3
+        longest = max(longest, levels)
+    assert longest > 2
 
 
 @pytest.mark.parametrize("params", PARAMS)

@@ -10,6 +10,7 @@ key/value heads, E head width, S slots, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ratoon.drafter.model import DrafterConfig, DrafterWeights, Eagle3Drafter
 from ratoon.errors import CapabilityError
 from ratoon.models.decoder import apply_rope
+from ratoon.models.graph_pool import GraphPool, Outputs, Padded, bucket
 from ratoon.models.prepacked import PackedLinear
 
 # Pairs of a row that one pass extends by. The ring has as many slots beyond the window, so that a
@@ -38,6 +40,11 @@ class _Weights(NamedTuple):
     post_norm: Tensor
     norm: Tensor
     embedding: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """All of them but the embedding, which is the target's."""
+        parts = [part.tensors() if isinstance(part, PackedLinear) else [part] for part in self[:-1]]
+        return [tensor for tensors in parts for tensor in tensors]
 
 
 class LearnedDrafter:
@@ -63,6 +70,7 @@ class LearnedDrafter:
         """`num_tree_slots` bounds the nodes that get children: beam * (depth - 1)."""
         self.config = config
         self._dtype = dtype
+        self._graphs: GraphPool | None = None
         self._tree_slots = num_tree_slots
         self._ring = config.window + CHUNK
         # One more slot takes what is written for padding.
@@ -88,6 +96,10 @@ class LearnedDrafter:
         """Target ids of the draft vocabulary, int64 `[Vd]`."""
         return self._draft_ids
 
+    def use_graphs(self, graphs: GraphPool) -> None:
+        """Replay passes whose shapes were met before; their memory must not move from here on."""
+        self._graphs = graphs
+
     @torch.no_grad()
     def load(self, drafter: Eagle3Drafter, embedding: Tensor) -> None:
         """Take new weights and the target's live `embedding [V, D]` (kept by reference).
@@ -98,7 +110,7 @@ class LearnedDrafter:
         """
         device = self._keys.device
         fused = DrafterWeights(*(tensor.to(device) for tensor in drafter.fused(self._dtype)))
-        self._weights = _Weights(
+        weights = _Weights(
             fc=PackedLinear(fused.fc),
             qkv=PackedLinear(fused.qkv),
             o=PackedLinear(fused.o),
@@ -111,9 +123,24 @@ class LearnedDrafter:
             norm=fused.norm,
             embedding=embedding.detach(),
         )
+        if self._graphs is None:
+            self._weights = weights
+        else:
+            self._load_in_place(weights, self._graphs)
         self._draft_ids = drafter.draft_ids.to(device)
         for row in range(self._keys.shape[0]):
             self.reset_row(row)
+
+    def _load_in_place(self, weights: _Weights, graphs: GraphPool) -> None:
+        """Graphs read the memory that they were captured with, the target's embedding too."""
+        old = self._weights
+        if old is None or old.embedding.data_ptr() != weights.embedding.data_ptr():
+            self._weights = weights
+            graphs.drop()
+            return
+        with torch.inference_mode():
+            for target, source in zip(old.tensors(), weights.tensors(), strict=True):
+                target.copy_(source)
 
     def reset_row(self, row: int) -> None:
         """Forget a row's context, before another response takes the row."""
@@ -137,7 +164,12 @@ class LearnedDrafter:
 
     @torch.no_grad()
     def observe(
-        self, features: Tensor, next_tokens: Tensor, positions: Tensor, counts: Tensor
+        self,
+        features: Tensor,
+        next_tokens: Tensor,
+        positions: Tensor,
+        counts: Tensor,
+        longest: int | None = None,
     ) -> None:
         """Extend the context of rows 0..B-1 by committed pairs, oldest first.
 
@@ -146,31 +178,34 @@ class LearnedDrafter:
 
         Shapes: `features [B, M, 3 * Dt]`, `next_tokens [B, M]`, `positions [B, M]` (of the
         features' tokens, rising along a row), `counts [B]`: pairs of each row, the rest is padding.
-        Cost: one pass of the layer per 64 pairs of the longest row; two host-device syncs.
+        `longest` is the largest of `counts`, if known.
+        Cost: one pass of the layer per 64 pairs of the longest row. Host-device syncs: one for the
+        width, none with graphs, which see the whole ring; one where `longest` is not known.
         """
-        longest = int(counts.max())
+        if longest is None:
+            longest = int(counts.max())
         if longest == 0:
             return
-        width = min(self._ring, int(positions[:, :longest].max()) + 1)
+        width = self._width(positions[:, :longest])
         for start in range(0, longest, CHUNK):
             part = slice(start, min(start + CHUNK, longest))
-            self._observe_chunk(
-                features[:, part],
-                next_tokens[:, part],
-                positions[:, part],
-                counts - start,
-                width,
-            )
+            pairs = (features[:, part], next_tokens[:, part], positions[:, part], counts - start)
+            if self._graphs is None:
+                self._observe_chunk(width, *pairs)
+                continue
+            shape = (self._bucket_of(len(counts)), bucket(part.stop - start, CHUNK))
+            padded = [Padded(x, (*shape, *x.shape[2:])[: x.dim()]) for x in pairs]
+            self._graphs.run("observe", partial(self._observe_chunk, width), padded)
 
     @torch.no_grad()
     def root(self, num_rows: int) -> Tensor:
         """Logits `[B, 1, Vd]` for the children of the roots of rows 0..B-1.
 
         They come from each row's last observed pair; a row without one has logits -inf.
-        Cost: the head over B rows, one host-device sync.
+        Cost: the head over B rows, one host-device sync; with graphs none.
         """
         last = self._last_positions[:num_rows]
-        width = min(self._ring, int(last.max()) + 1)
+        width = self._width(last)
         self._outputs = self._last_outputs[:num_rows, None]
         self._context = self._visible(last[:, None], width)
         self._ancestors = last.new_zeros((num_rows, 1, 0), dtype=torch.bool)
@@ -182,7 +217,8 @@ class LearnedDrafter:
         """Logits `[B, F, Vd]` for the children of the next frontier.
 
         Shapes: `tokens [B, F]`; `parents [B, F]` index the frontier before (the root at first).
-        Cost: one pass of the layer and the head over B * F rows; no syncs.
+        Cost: one pass of the layer and the head over B * F rows; no host-device syncs. There is a
+        graph for each level, number of nodes and bucket of rows.
         Raises: CapabilityError where the tree outgrows `num_tree_slots`.
         """
         num_rows, num_nodes = tokens.shape
@@ -193,32 +229,55 @@ class LearnedDrafter:
                 f"{self._tree_slots} tree slots; make the strategy's beam * (depth - 1) smaller"
             )
         self._depth += 1
-        last = self._last_positions[:num_rows]
-        positions = (last + self._depth).clamp_min(0)[:, None].expand(-1, num_nodes)
-        hidden = self._outputs.gather(
-            1, parents.unsqueeze(2).expand(-1, -1, self._outputs.shape[2])
-        )
-        query, key, value = self._project(hidden, tokens, positions)
+        positions = (self._last_positions[:num_rows] + self._depth).clamp_min(0)
+        inputs = (self._outputs, self._ancestors, self._context, positions, parents, tokens)
+        if self._graphs is None:
+            logits, self._outputs, self._ancestors = self._expand(*inputs)
+            return logits
+        size = self._bucket_of(num_rows)
+        padded = [Padded(x, (size, *x.shape[1:])) for x in inputs]
+        outputs = self._graphs.run("expand", self._expand, padded)
+        logits, self._outputs, self._ancestors = (x[:num_rows] for x in outputs)
+        return logits
+
+    def _expand(
+        self,
+        outputs: Tensor,
+        ancestors: Tensor,
+        context: Tensor,
+        positions: Tensor,
+        parents: Tensor,
+        tokens: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of the next frontier, and what becomes of `outputs` and `ancestors`."""
+        num_rows, num_nodes = tokens.shape
+        used = ancestors.shape[2]
+        hidden = outputs.gather(1, parents.unsqueeze(2).expand(-1, -1, outputs.shape[2]))
+        query, key, value = self._project(hidden, tokens, positions[:, None].expand(-1, num_nodes))
 
         first = self._tree_slots - used - num_nodes
         self._keys[:num_rows, :, first : first + num_nodes] = key.transpose(1, 2)
         self._values[:num_rows, :, first : first + num_nodes] = value.transpose(1, 2)
         itself = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device)
-        inherited = self._ancestors.gather(1, parents.unsqueeze(2).expand(-1, -1, used))
-        self._ancestors = torch.cat([itself.expand(num_rows, -1, -1), inherited], dim=2)
-        mask = torch.cat([self._ancestors, self._context.expand(-1, num_nodes, -1)], dim=2)
+        inherited = ancestors.gather(1, parents.unsqueeze(2).expand(-1, -1, used))
+        ancestors = torch.cat([itself.expand(num_rows, -1, -1), inherited], dim=2)
+        mask = torch.cat([ancestors, context.expand(-1, num_nodes, -1)], dim=2)
 
-        self._outputs = self._finish(hidden, query, mask, first)
-        return self._logits(self._outputs)
+        outputs = self._finish(hidden, query, mask, first)
+        return self._logits(outputs), outputs, ancestors
+
+    def _bucket_of(self, num_rows: int) -> int:
+        return bucket(num_rows, self._keys.shape[0])
+
+    def _width(self, positions: Tensor) -> int:
+        """Ring slots in use up to `positions`; with graphs, whose shapes must be few, all."""
+        if self._graphs is not None:
+            return self._ring
+        return min(self._ring, int(positions.max()) + 1)
 
     def _observe_chunk(
-        self,
-        features: Tensor,
-        next_tokens: Tensor,
-        positions: Tensor,
-        counts: Tensor,
-        width: int,
-    ) -> None:
+        self, width: int, features: Tensor, next_tokens: Tensor, positions: Tensor, counts: Tensor
+    ) -> Outputs:
         """One pass over `[B, M]` pairs, M at most CHUNK; `counts` may be negative or above M."""
         num_rows, num_pairs = next_tokens.shape
         rows = torch.arange(num_rows, device=counts.device)[:, None]
@@ -244,6 +303,7 @@ class LearnedDrafter:
         self._last_positions[:num_rows] = torch.where(
             is_new, positions[rows[:, 0], last], self._last_positions[:num_rows]
         )
+        return ()
 
     def _visible(self, positions: Tensor, width: int) -> Tensor:
         """Which ring slots the pairs at `positions [B, M]` see, bool `[B, M, width]`."""

@@ -112,6 +112,10 @@ class PackedLinear:
         """What is added to each row `[out]`, if anything."""
         return self._bias
 
+    def tensors(self) -> list[Tensor]:
+        """What the product reads."""
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
+
     def without_bias(self) -> PackedLinear:
         """The same product of the same packed weight, nothing added."""
         plain: PackedLinear = object.__new__(PackedLinear)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -278,13 +278,14 @@ def _fold(words: Tensor, shift: int, scratch: Tensor) -> Tensor:
     return words.bitwise_xor_(scratch)
 
 
-@lru_cache(maxsize=16)
+# Kept for good, like the constants below: a CUDA graph reads them where they lie.
+@cache
 def _row_steps(device: torch.device) -> Tensor:
     """What t is multiplied by in each of the two words of a row key."""
     return torch.tensor([_signed(_ROW_0), _signed(_ROW_1)], dtype=torch.int64, device=device)
 
 
-@lru_cache(maxsize=16)
+@cache
 def _constants(half_blocks: int, device: torch.device) -> Tensor:
     """One strong 64-bit constant per pair of 32-bit table entries.
 

@@ -140,10 +140,27 @@ class Selector:
         tables = keyed_noise.noise_tables(row_keys, self._scores.shape[1])
         screened = self._screen(logits, temperature, tables)
         ids = self._settle(logits, temperature, tables, screened.group_bound)
-        score = logits.gather(-1, ids[:, None]).to(torch.float32).squeeze(-1)
-        # The order in which torch's own log_softmax subtracts.
-        logprob = scale_(score, temperature) - screened.max_score - screened.log_total
-        return ids, logprob
+        return ids, _logprobs(logits, ids, temperature, screened)
+
+    @torch.no_grad()
+    def select_settled(
+        self, logits: Tensor, row_keys: Tensor, params: SamplingParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`select` as far as the first final goes, at temperature alone; no host-device sync.
+
+        Returns ids and log-probabilities as `select` does, and which rows they hold for, bool [B]:
+        all others are to be given to `select`, which goes on or raises.
+        """
+        temperature = params.temperature
+        if temperature == 0.0:
+            values, ids = logits[:, : self.vocab_limit].max(dim=-1)
+            return ids, torch.zeros(ids.shape, device=ids.device), values.isfinite()
+        tables = keyed_noise.noise_tables(row_keys, self._scores.shape[1])
+        screened = self._screen(logits, temperature, tables)
+        ids, is_settled = self._first_final(logits, temperature, tables, screened.group_bound)
+        # A row of NaN has no winner, and is not settled.
+        ids.clamp_(max=self.vocab_limit - 1)
+        return ids, _logprobs(logits, ids, temperature, screened), is_settled
 
     def _screen(self, logits: Tensor, temperature: float, tables: NoiseTables) -> _Screened:
         """Bounds per group and the normaliser of each row, chunk by chunk."""
@@ -173,10 +190,7 @@ class Selector:
         self, logits: Tensor, temperature: float, tables: NoiseTables, group_bound: Tensor
     ) -> Tensor:
         """The winner of each row, [B] int64."""
-        bounds, groups = group_bound.topk(_FINALISTS + 1, dim=-1)
-        best, ids = self._final(logits, temperature, tables, groups[:, :-1])
-        rival = bounds[:, -1].double() + HIGH_BITS * math.log(2.0)
-        is_settled = rival < best - best.abs() * _RELATIVE_MARGIN - _MARGIN
+        ids, is_settled = self._first_final(logits, temperature, tables, group_bound)
         if bool(is_settled.all()):
             return ids
         rows = torch.nonzero(~is_settled).squeeze(-1)
@@ -184,6 +198,15 @@ class Selector:
         best, ids[rows] = self._final(logits[rows], temperature, tables.rows(rows), groups)
         _check_finite(best)
         return ids
+
+    def _first_final(
+        self, logits: Tensor, temperature: float, tables: NoiseTables, group_bound: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The winner among the groups of highest bounds, and whether no other group reaches it."""
+        bounds, groups = group_bound.topk(_FINALISTS + 1, dim=-1)
+        best, ids = self._final(logits, temperature, tables, groups[:, :-1])
+        rival = bounds[:, -1].double() + HIGH_BITS * math.log(2.0)
+        return ids, rival < best - best.abs() * _RELATIVE_MARGIN - _MARGIN
 
     def _final(
         self, logits: Tensor, temperature: float, tables: NoiseTables, groups: Tensor
@@ -203,6 +226,13 @@ class Selector:
         best = value.amax(-1)
         ids.masked_fill_(value != best[:, None], self.vocab_size)
         return best, ids.amin(-1)
+
+
+def _logprobs(logits: Tensor, ids: Tensor, temperature: float, screened: _Screened) -> Tensor:
+    """Log-probabilities [B] of `ids [B]`."""
+    score = logits.gather(-1, ids[:, None]).to(torch.float32).squeeze(-1)
+    # The order in which torch's own log_softmax subtracts.
+    return scale_(score, temperature) - screened.max_score - screened.log_total
 
 
 def _check_finite(row_max: Tensor) -> None:

@@ -62,6 +62,7 @@ def build_tree(
     depth_limits: Tensor | None = None,
     calibration: Calibration | None = None,
     promise_budget: int = 0,
+    trim: bool = True,
 ) -> Tree:
     """Draft one tree per sequence, mixing all proposers that the strategy uses.
 
@@ -73,9 +74,10 @@ def build_tree(
 
     Shapes: `root_tokens [B]`, the last committed tokens; `depth_limits [B]`, the largest useful
     depth of each sequence (tokens left to generate, minus one). N shrinks to what the fullest
-    sequence drafted. With `promise_budget` the tree says what trees of up to so many nodes per
-    sequence promise, from all candidates.
-    Cost: about 40 small operations per level, and one host-device sync per level.
+    sequence drafted; without `trim` it does not, and nothing is read on the host. With
+    `promise_budget` the tree says what trees of up to so many nodes per sequence promise, from all
+    candidates.
+    Cost: about 40 small operations per level, and with `trim` one host-device sync per level.
     Source: dynamic draft trees (EAGLE-2, Li et al. 2024); coupled chances and mixing are ours.
     """
     used = [(source, proposers[source]) for source in _sources(strategy) if source in proposers]
@@ -109,7 +111,7 @@ def build_tree(
         candidates.sources.append(bits.flatten(1))
         if level + 1 == strategy.depth:
             break
-        following = _next_frontier(tokens, chances, num_candidates + 1, strategy.beam)
+        following = _next_frontier(tokens, chances, num_candidates + 1, strategy.beam, trim)
         if following is None:
             break
         num_candidates += tokens[0].numel()
@@ -117,7 +119,7 @@ def build_tree(
     chances = torch.cat(candidates.chances, dim=1)
     if strategy.cap is not None:
         chances = _keep_best_of_batch(chances, strategy.budget)
-    tree = _keep_best(candidates, chances, root_tokens, strategy.largest_tree)
+    tree = _keep_best(candidates, chances, root_tokens, strategy.largest_tree, trim)
     if not promise_budget:
         return tree
     promised = promised_visits(candidates.all_chances, strategy.depth, promise_budget)
@@ -170,11 +172,13 @@ def _merge(
     return largest.masked_fill_(is_repeated | (chances <= 0), 0.0), bits
 
 
-def _next_frontier(tokens: Tensor, chances: Tensor, offset: int, beam: int) -> _Frontier | None:
+def _next_frontier(
+    tokens: Tensor, chances: Tensor, offset: int, beam: int, trim: bool
+) -> _Frontier | None:
     """The `beam` most likely of the new nodes `[B, F, C]`, or None where no row has any."""
     num_children = tokens.shape[2]
     best, index = chances.flatten(1).topk(min(beam, chances[0].numel()), dim=1)
-    widest = int((best > 0).sum(dim=1).max())
+    widest = int((best > 0).sum(dim=1).max()) if trim else best.shape[1]
     if widest == 0:
         return None
     index = index[:, :widest]
@@ -193,11 +197,13 @@ def _keep_best_of_batch(chances: Tensor, budget: int) -> Tensor:
     return torch.zeros_like(chances).view(-1).scatter_(0, kept, best).view_as(chances)
 
 
-def _keep_best(candidates: _Candidates, chances: Tensor, root_tokens: Tensor, most: int) -> Tree:
+def _keep_best(
+    candidates: _Candidates, chances: Tensor, root_tokens: Tensor, most: int, trim: bool
+) -> Tree:
     """The tree of the `most` likeliest candidates; ancestors come first by construction."""
     num_rows, num_candidates = chances.shape
     best, kept = chances.topk(min(most, num_candidates), dim=1)
-    widest = int((best > 0).sum(dim=1).max())
+    widest = int((best > 0).sum(dim=1).max()) if trim else best.shape[1]
     if widest == 0:
         return root_only(root_tokens)
     # Node numbers grow with depth, so sorting puts parents first; `absent` sorts last.

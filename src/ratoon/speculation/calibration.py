@@ -54,7 +54,7 @@ class Calibration:
         with nodes that were not drafted.
         """
         parents = tree.parents.clamp_min(0)
-        visited = visited_nodes(tree, verified.path)
+        visited = visited_nodes(tree.valid, verified.path)
         is_trial = tree.valid & visited.gather(1, parents)
         is_trial[:, 0] = False
         predicted = tree.chances / tree.chances.gather(1, parents).clamp_min(1e-30)

@@ -25,9 +25,8 @@ def promised_visits(levels: Sequence[Tensor], depth: int, budget: int) -> Tensor
     """
     num_rows = len(levels[0])
     chances, order = torch.cat(list(levels), dim=1).flatten().sort(descending=True)
-    sizes = torch.tensor([level.shape[1] for level in levels], device=chances.device)
-    numbers = torch.arange(len(levels), device=chances.device).repeat_interleave(sizes)
-    level = numbers.repeat(num_rows)[order]
+    numbers = [torch.full_like(level[0], k, dtype=torch.int64) for k, level in enumerate(levels)]
+    level = torch.cat(numbers).repeat(num_rows)[order]
     depths = torch.arange(depth, device=chances.device)[:, None]
     taken = level <= depths
     ranks = (taken.cumsum(dim=1) - 1).clamp_min_(0) // num_rows

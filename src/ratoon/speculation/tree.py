@@ -84,7 +84,37 @@ def ancestor_mask(tree: Tree) -> Tensor:
     return mask
 
 
-def visited_nodes(tree: Tree, path: Tensor) -> Tensor:
-    """Which nodes lie on `path [B, L]`, padded with -1; the root always does. Bool `[B, N]`."""
-    visited = torch.zeros_like(tree.valid)
+def ancestors_of(parents: Tensor) -> Tensor:
+    """`ancestor_mask` of `parents [B, N]`, with no sync: for any tree of N nodes.
+
+    Each pass doubles how far up a node looks: log2 N passes over `[B, N, N]`.
+    """
+    num_rows, num_nodes = parents.shape
+    reached = parents.clamp_min(0)
+    mask = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(num_rows, 1, 1)
+    for _ in range((num_nodes - 1).bit_length()):
+        mask = mask | mask.gather(1, reached.unsqueeze(2).expand(-1, -1, num_nodes))
+        reached = reached.gather(1, reached)
+    return mask
+
+
+def packed_to(valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """`packed` to a fixed number of nodes, with no sync: what is no node fills up, last.
+
+    `valid [B, N]` has at most `size` true entries. Returns `nodes [size]`, all different, and
+    `places [B, N]`.
+    """
+    flat = valid.flatten()
+    behind = flat.sum() + (~flat).cumsum(0)
+    ranks = torch.where(flat, flat.cumsum(0), behind) - 1
+    nodes = torch.empty_like(ranks).scatter_(0, ranks, torch.arange(len(flat), device=flat.device))
+    return nodes[:size], torch.where(flat, ranks, 0).view_as(valid)
+
+
+def visited_nodes(valid: Tensor, path: Tensor) -> Tensor:
+    """Which nodes lie on `path [B, L]`, padded with -1; the root always does. Bool `[B, N]`.
+
+    `valid [B, N]` is the tree's.
+    """
+    visited = torch.zeros_like(valid)
     return visited.scatter_(1, path.clamp_min(0), True)

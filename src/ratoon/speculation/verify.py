@@ -85,3 +85,30 @@ def walk(
         if prefixes is not None:
             prefixes.append(rows, ids[walking])
     return Verified(path[:, :level], tokens[:, :level], logprobs[:, :level], counts)
+
+
+def follow(
+    tokens: Tensor, parents: Tensor, depths: Tensor, valid: Tensor, ancestors: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The way that `walk` takes where what is selected at every node is known: path and counts.
+
+    A node is visited where it and its ancestors are what was selected at their parents; of equal
+    siblings the first is. So all levels are walked at once.
+
+    Shapes: `ids [B, N]` selected at each node; `tokens`, `parents`, `depths`, `valid [B, N]` of a
+    tree, `ancestors [B, N, N]` of `ancestor_mask`. Returns `path [B, N]`, padded with -1, and
+    `counts [B]`.
+    Cost: about 20 operations on `[B, N, N]`, no host-device sync.
+    """
+    above = parents.clamp_min(0)
+    is_next = valid & (tokens == ids.gather(1, above))
+    twins = (above.unsqueeze(2) == above.unsqueeze(1)) & is_next.unsqueeze(1)
+    twins[:, :, 0] = False
+    is_next &= ~twins.tril(-1).any(dim=2)
+    is_next[:, 0] = True
+    visited = (is_next.unsqueeze(1) | ~ancestors).all(dim=2)
+    num_nodes = tokens.shape[1]
+    path = tokens.new_full((len(tokens), num_nodes + 1), -1)
+    nodes = torch.arange(num_nodes, device=tokens.device).expand_as(tokens)
+    path.scatter_(1, torch.where(visited, depths, num_nodes), nodes)
+    return path[:, :num_nodes], visited.sum(dim=1)

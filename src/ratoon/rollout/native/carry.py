@@ -21,8 +21,11 @@ from torch import Tensor
 from ratoon.speculation.tree import Tree
 
 
-def main_path_first(tree: Tree) -> Tree:
-    """The same trees, renumbered so that the likeliest path has nodes 0, 1, 2, ... by depth."""
+def main_path_first(tree: Tree, max_depth: int | None = None) -> Tree:
+    """The same trees, renumbered so that the likeliest path has nodes 0, 1, 2, ... by depth.
+
+    No node lies below `max_depth`; None: as deep as they are, found by one host-device sync.
+    """
     num_nodes = tree.tokens.shape[1]
     if num_nodes <= 2:
         return tree
@@ -30,7 +33,7 @@ def main_path_first(tree: Tree) -> Tree:
     order = torch.arange(num_nodes, 2 * num_nodes, device=device).repeat(len(tree.tokens), 1)
     order[:, 0] = 0
     node = torch.zeros(len(tree.tokens), 1, dtype=torch.int64, device=device)
-    for depth in range(1, tree.max_depth + 1):
+    for depth in range(1, (tree.max_depth if max_depth is None else max_depth) + 1):
         chances = torch.where((tree.parents == node) & tree.valid, tree.chances, 0.0)
         best, child = chances.max(dim=1, keepdim=True)
         exists = best > 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import Eagle3Drafter
 from ratoon.drafter.suffix import SuffixDrafter
+from ratoon.models.graph_pool import GraphPool
 from ratoon.records import Request, SamplingParams
 from ratoon.rollout.native.rows import Rows
 from ratoon.sampling.transforms import token_bias
@@ -53,6 +54,8 @@ class Drafting:
         self._learned = learned
         self._vocab_limit = vocab_limit
         self._observed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._host_observed = torch.zeros(num_rows, dtype=torch.int64)
+        self._static = False
         self._proposers: dict[Source, Proposer] = {}
         if suffix is not None:
             self._proposers[Source.SUFFIX] = RetrievedProposer(suffix)
@@ -62,17 +65,24 @@ class Drafting:
         """Whether the target's tapped states must be kept."""
         return self._learned is not None
 
+    def use_graphs(self, graphs: GraphPool) -> None:
+        """Draft with static shapes: those of the strategy, whatever is proposed."""
+        self._static = True
+        if self._learned is not None:
+            self._learned.use_graphs(graphs)
+
     def load(self, drafter: Eagle3Drafter, embedding: Tensor) -> None:
         """Draft with these weights and the target's embedding `[V, D]` from the next step on."""
         if self._learned is None:
             raise RuntimeError("this engine has no learned drafter to load weights into")
         self._learned.load(drafter, embedding)
         self._observed.zero_()
+        self._host_observed.zero_()
         self._proposers[Source.LEARNED] = CoupledProposer(self._learned)
 
     def begin(self, row: int, request: Request) -> None:
         """A request took this row."""
-        self._observed[row] = 0
+        self._observed[row] = self._host_observed[row] = 0
         if self._learned is not None:
             self._learned.reset_row(row)
         if self.suffix is not None:
@@ -85,6 +95,7 @@ class Drafting:
         if row == last:
             return
         self._observed[row] = self._observed[last]
+        self._host_observed[row] = self._host_observed[last]
         if self._learned is not None:
             self._learned.move_row(last, row)
         if self.suffix is not None:
@@ -115,6 +126,7 @@ class Drafting:
             depth_limits=rows.last_positions[:num_live] - lengths - 1,
             calibration=self.calibration,
             promise_budget=promise_budget,
+            trim=not self._static,
         )
 
     def committed(self, tree: Tree, verified: Verified, known: Tensor, carried: Tensor) -> None:
@@ -134,13 +146,13 @@ class Drafting:
     def _observe(self, rows: Rows, num_live: int) -> None:
         """Show the learned drafter the pairs since its last step, at most a window of them."""
         assert self._learned is not None
-        lengths = rows.lengths[:num_live] + rows.carried[:num_live]
         window = self._learned.config.window
-        # A confirmation that failed replaces a token: the pair that reads it is observed again.
-        seen = torch.minimum(self._observed[:num_live], (lengths - 1).clamp_min(0))
-        start = torch.maximum(seen, lengths - window)
-        counts = lengths - start
-        longest = int(counts.max())
+        on_host = rows.host_lengths[:num_live] + rows.host_carried[:num_live]
+        longest = int((on_host - _start(on_host, self._host_observed[:num_live], window)).max())
+        self._host_observed[:num_live] = on_host
+        lengths = rows.lengths[:num_live] + rows.carried[:num_live]
+        start = _start(lengths, self._observed[:num_live], window)
+        self._observed[:num_live] = lengths
         if longest == 0:
             return
         offsets = torch.arange(longest, device=lengths.device)
@@ -148,9 +160,12 @@ class Drafting:
         positions = torch.minimum(start[:, None] + offsets, last[:, None])
         index = torch.arange(num_live, device=lengths.device)[:, None]
         self._learned.observe(
-            rows.features[index, positions], rows.tokens[index, positions + 1], positions, counts
+            rows.features[index, positions],
+            rows.tokens[index, positions + 1],
+            positions,
+            lengths - start,
+            longest,
         )
-        self._observed[:num_live] = lengths
 
     def state_dict(self) -> dict[str, Any]:
         """Calibration and suffix index: what a replay must start from, besides the weights."""
@@ -164,3 +179,12 @@ class Drafting:
         self.calibration.load_state_dict(state["calibration"])
         if self.suffix is not None:
             self.suffix.load_state_dict(state["suffix"])
+
+
+def _start(lengths: Tensor, observed: Tensor, window: int) -> Tensor:
+    """The first pair of each row to observe, `[B]`.
+
+    A confirmation that failed replaces a token: the pair that reads it is observed again.
+    """
+    seen = torch.minimum(observed, (lengths - 1).clamp_min(0))
+    return torch.maximum(seen, lengths - window)

@@ -83,18 +83,25 @@ class Ends:
                     known[slot] = found[0]
         return known
 
-    def reached(self, rows: Rows, tokens: Tensor, final: Tensor) -> dict[int, End]:
-        """Which responses are over now that the first `final [B]` of the tokens are committed.
+    def flags(self, rows: Rows, tokens: Tensor, final: Tensor) -> Tensor:
+        """Whether the first `final [B]` of the tokens end in an end id, and leave no room.
 
-        Cost: one host-device sync; two where there are stop strings.
+        Shape `[B, 2]`. The tokens are not committed yet.
         """
         num_live = len(final)
         last = tokens.gather(1, final[:, None] - 1)
         stopped = (last == self.ids[:num_live]).any(1)
-        full = rows.lengths[:num_live] >= rows.last_positions[:num_live]
+        full = rows.lengths[:num_live] + final >= rows.last_positions[:num_live]
+        return torch.stack([stopped, full], 1)
+
+    def reached(self, flags: Tensor, tokens: Tensor, final: Tensor) -> dict[int, End]:
+        """Which responses are over now that the first `final [B]` of the tokens are committed.
+
+        `flags` as above; all are on the CPU.
+        """
         over = {
             slot: End("stop" if is_stopped else "length", None)
-            for slot, (is_stopped, is_full) in enumerate(torch.stack([stopped, full], 1).tolist())
+            for slot, (is_stopped, is_full) in enumerate(flags.tolist())
             if is_stopped or is_full
         }
         if self._watches:

@@ -9,30 +9,31 @@ over the features kept in its window.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ratoon.errors import CapabilityError, ConfigError
-from ratoon.models.kv_cache import attention_width
+from ratoon.models.graph_pool import GraphPool
 from ratoon.observe.rollouts import WorkerSteps
 from ratoon.records import Completion, Request, SamplingParams
 from ratoon.rollout.native.carry import main_path_first, num_final, with_chain
 from ratoon.rollout.native.drafting import Drafting
 from ratoon.rollout.native.ends import End, Ends
-from ratoon.rollout.native.forward import InferenceModel, attention_mask
+from ratoon.rollout.native.forward import InferenceModel
+from ratoon.rollout.native.passes import Passed, StaticPass, pass_nodes
 from ratoon.rollout.native.prompts import PromptQueue
 from ratoon.rollout.native.rows import Rows
+from ratoon.rollout.native.step import Drafted, Outcome, Seen, on_host, step_record
 from ratoon.sampling.keyed_noise import sequence_key
 from ratoon.sampling.select import Selector
 from ratoon.sampling.stop_strings import Decode
 from ratoon.sampling.transforms import check_ids, check_params, reads_prefixes
 from ratoon.speculation.account import StepAccount
 from ratoon.speculation.strategy import Strategy
-from ratoon.speculation.tree import Tree, ancestor_mask, packed, root_only, visited_nodes
-from ratoon.speculation.tuner import StepRecord, Tuner, never
+from ratoon.speculation.tree import root_only
+from ratoon.speculation.tuner import Tuner, never
 from ratoon.speculation.verify import Verified, walk
 
 
@@ -65,15 +66,6 @@ class EngineStats:
     steps: WorkerSteps = field(default_factory=WorkerSteps, compare=False)
 
 
-class _Drafted(NamedTuple):
-    """A step's trees, how many carried tokens each begins with, what was promised, and seconds."""
-
-    tree: Tree
-    carried: Tensor
-    promised: Tensor | None
-    seconds: float
-
-
 class RolloutEngine:
     """Generates responses for requests; `step` until `has_work` is false.
 
@@ -81,6 +73,14 @@ class RolloutEngine:
     drafter, gives the same tokens. `confirm` keeps the bits of plain decoding too, where the
     kernels allow it (see `carry`); without it, rounding may flip a near-tie. `decode` turns ids
     into text, for requests with stop strings.
+
+    With `graphs`, which no other engine may use, a decode step has static shapes, and its passes
+    are replayed. Then `model` is the engine's: `use_model` copies into it.
+
+    Host-device syncs of a decode step: with graphs one, but for a suffix drafter's, and more where
+    selection is not by temperature alone, a row's winner is not certain at once, or there are stop
+    strings; without graphs 7, and with a learned drafter up to 20. A finished response is read by
+    two more.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class RolloutEngine:
         confirm: bool = True,
         prefill_chunk: int = 128,
         decode: Decode | None = None,
+        graphs: GraphPool | None = None,
     ) -> None:
         config = model.config
         if max_length > config.max_positions:
@@ -124,11 +125,17 @@ class RolloutEngine:
             feature_width=len(model.taps) * config.hidden_size if keeps_states else 0,
             hidden_width=config.hidden_size if keeps_states else 0,
             dtype=model.dtype,
+            static=graphs is not None,
         )
         self._queue = PromptQueue(model, self.rows, prefill_chunk)
         device = cache.data.device
         self._selector = Selector(config.vocab_size, vocab_limit, device)
         self._ends = Ends(max_rows, decode, device)
+        self._static_pass = None
+        if graphs is not None:
+            self._static_pass = StaticPass(model, self.rows, self._selector, graphs, max_length)
+            if drafting is not None:
+                drafting.use_graphs(graphs)
 
     @property
     def has_work(self) -> bool:
@@ -172,12 +179,18 @@ class RolloutEngine:
         check_ids(params, self._selector.vocab_limit)
         self._params = params
 
+    @torch.inference_mode()
     def use_model(self, model: InferenceModel, version: int) -> None:
         """Serve other weights. Raises `RuntimeError` while requests are live or waiting."""
         if self.has_work:
             raise RuntimeError("the policy's weights change only between rollouts")
-        self.model = model
-        self._queue.use_model(model)
+        if self._static_pass is None:
+            self.model = model
+        else:
+            # Graphs read the memory that they were captured with.
+            for target, source in zip(self.model.tensors(), model.tensors(), strict=True):
+                target.copy_(source)
+        self._queue.use_model(self.model)
         self.policy_version = version
 
     def use_tuner(self, tuner: Tuner) -> None:
@@ -216,14 +229,8 @@ class RolloutEngine:
         if request is None:
             return
         rows = self.rows
-        length = len(request.prompt_ids)
-        device = rows.lengths.device
-        rows.tokens[slot, :length] = torch.tensor(request.prompt_ids, device=device)
-        rows.lengths[slot] = length - 1
-        rows.carried[slot] = 0
-        rows.prompt_lengths[slot] = length
-        rows.last_positions[slot] = length + request.max_tokens - 1
-        rows.sequence_keys[slot] = torch.tensor(sequence_key(request.key), device=device)
+        last_position = len(request.prompt_ids) + request.max_tokens - 1
+        rows.begin(slot, request.prompt_ids, last_position, sequence_key(request.key))
         self._ends.begin(slot, request)
         self._requests.append(request)
         rows.num_live += 1
@@ -237,70 +244,69 @@ class RolloutEngine:
         self._account.chosen(strategy, num_live, self._tuner)
         drafted = self._draft(strategy)
         started = time.perf_counter()
-        tree = drafted.tree
-        prefixes = None
-        if reads_prefixes(self._params):
-            prefixes = rows.prefixes(num_live, tree.tokens.shape[1], self._ends.ids)
-        nodes, places = packed(tree)
-        num_drafted = len(nodes) - num_live
-        hidden, features = self._forward(tree, nodes)
-        verified = walk(
-            tree,
-            self.model.logits(hidden),
-            places,
-            rows.sequence_keys[:num_live],
-            rows.lengths[:num_live] + 1,
-            self._selector,
-            self._params,
-            prefixes,
-        )
-        known = self._ends.clip(rows, verified.tokens, verified.counts)
-        final = num_final(verified.path, known) if self._confirm else known
-        states = features.new_empty(len(nodes), 0)
-        if rows.hidden.shape[-1]:
-            states = torch.cat([features, hidden], dim=-1)
-        rows.commit(verified, known, final, states, places)
+        passed = self._pass(drafted, strategy)
+        outcome = self._outcome(drafted, passed)
+        if not bool(outcome.seen.is_settled.all()):
+            outcome = self._outcome(drafted, passed._replace(verified=None))
+        verified, known, final, seen = outcome
+        rows.commit(verified, known, final, passed.states, passed.places)
+        rows.commit_on_host(seen.known, seen.final)
         if self._drafting is not None:
-            self._drafting.committed(tree, verified, known, drafted.carried)
-        self._count(strategy, num_drafted, final)
-        finished = self._finish(verified.tokens, final)
-        self._report(strategy, drafted, verified, known, time.perf_counter() - started)
+            self._drafting.committed(drafted.tree, verified, known, drafted.carried)
+        self._count(strategy, int(seen.valid.sum()) - num_live, seen.final)
+        finished = self._finish(seen)
+        self._report(strategy, drafted, seen, time.perf_counter() - started)
         return finished
 
-    def _report(
-        self,
-        strategy: Strategy,
-        drafted: _Drafted,
-        verified: Verified,
-        known: Tensor,
-        verify_s: float,
-    ) -> None:
-        """Tell the account and the tuner of the step."""
-        tree, carried, promised, draft_s = drafted
-        num_live = len(known)
-        num_rows, num_carried = torch.stack([tree.valid.sum(), carried.sum()]).tolist()
-        fresh = torch.bincount((known - carried).clamp_min(0)).tolist()
-        record = StepRecord(
-            strategy=strategy,
-            num_live=num_live,
-            rows=num_rows,
-            tokens=sum(tokens * count for tokens, count in enumerate(fresh)),
-            draft_s=draft_s,
-            verify_s=verify_s,
-        )
-        if promised is not None:
-            is_drafted = tree.valid & (tree.depths > carried[:, None])
-            visited = visited_nodes(tree, verified.path) & is_drafted
-            record = replace(
-                record,
-                expected=float((tree.chances * is_drafted).sum()) / num_live,
-                visited=int(visited.sum()) / num_live,
-                promised=promised.tolist(),
+    def _outcome(self, drafted: Drafted, passed: Passed) -> Outcome:
+        """What a step commits, and what of it the host must know."""
+        rows, tree, verified = self.rows, drafted.tree, passed.verified
+        num_live = rows.num_live
+        if verified is None:
+            prefixes = None
+            if reads_prefixes(self._params):
+                prefixes = rows.prefixes(num_live, tree.tokens.shape[1], self._ends.ids)
+            verified = walk(
+                tree,
+                passed.logits,
+                passed.places,
+                rows.sequence_keys[:num_live],
+                rows.lengths[:num_live] + 1,
+                self._selector,
+                self._params,
+                prefixes,
             )
-        self._account.made(record, num_rows - num_live - num_carried, fresh)
+        known = self._ends.clip(rows, verified.tokens, verified.counts)
+        final = num_final(verified.path, known) if self._confirm else known
+        nothing = tree.chances.new_empty(0)
+        seen = Seen(
+            known=known,
+            final=final,
+            flags=self._ends.flags(rows, verified.tokens, final),
+            tokens=verified.tokens,
+            path=verified.path,
+            counts=verified.counts,
+            valid=tree.valid,
+            depths=tree.depths,
+            chances=tree.chances,
+            carried=drafted.carried,
+            promised=nothing if drafted.promised is None else drafted.promised,
+            is_settled=known > 0 if passed.is_settled is None else passed.is_settled,
+        )
+        seen = Seen(*on_host(seen))
+        levels = int(seen.counts.max())
+        path, tokens, logprobs = (values[:, :levels] for values in verified[:3])
+        return Outcome(Verified(path, tokens, logprobs, verified.counts), known, final, seen)
+
+    def _report(self, strategy: Strategy, drafted: Drafted, seen: Seen, verify_s: float) -> None:
+        """Tell the account and the tuner of the step."""
+        record = step_record(strategy, drafted, seen, verify_s)
+        fresh = torch.bincount((seen.known - seen.carried).clamp_min(0)).tolist()
+        num_known = record.num_live + int(seen.carried.sum())
+        self._account.made(record, record.rows - num_known, fresh)
         self._tuner.observe(record)
 
-    def _draft(self, strategy: Strategy) -> _Drafted:
+    def _draft(self, strategy: Strategy) -> Drafted:
         started = time.perf_counter()
         rows = self.rows
         num_live = rows.num_live
@@ -316,26 +322,20 @@ class RolloutEngine:
             )
             promised = tree.promised
             if self._confirm:
-                tree = main_path_first(tree)
+                static = self._static_pass is not None
+                tree = main_path_first(tree, strategy.depth if static else None)
         if chain.shape[1] > 1:
             tree = with_chain(tree, chain[:, :-1], carried)
-        return _Drafted(tree, carried, promised, time.perf_counter() - started)
+        return Drafted(tree, carried, promised, time.perf_counter() - started)
 
-    def _forward(self, tree: Tree, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self.rows
-        num_live, num_nodes = tree.tokens.shape
-        lengths = rows.lengths[:num_live]
-        width = attention_width(int(lengths.max()) + num_nodes, self.model.dtype)
-        group = self.model.config.num_heads // self.model.config.num_kv_heads
-        mask = attention_mask(lengths, ancestor_mask(tree), width, group, self.model.dtype)
-        return self.model.forward(
-            tree.tokens,
-            lengths[:, None] + tree.depths,
-            rows.entries(num_live, num_nodes),
-            mask,
-            rows.cache,
-            present=nodes if len(nodes) < tree.tokens.numel() else None,
-        )
+    def _pass(self, drafted: Drafted, strategy: Strategy) -> Passed:
+        """Let the target compute all nodes of the trees."""
+        if self._static_pass is None:
+            return pass_nodes(self.model, self.rows, drafted.tree)
+        num_live = self.rows.num_live
+        nodes = 1 if strategy.is_plain else 1 + strategy.budget
+        most = num_live * nodes + int(self.rows.host_carried[:num_live].sum())
+        return self._static_pass(drafted.tree, most, self._params)
 
     def _count(self, strategy: Strategy, num_drafted: int, counts: Tensor) -> None:
         stats = self._stats
@@ -352,8 +352,8 @@ class RolloutEngine:
         stats.tokens_speculated += committed
         stats.nodes_drafted += num_drafted
 
-    def _finish(self, tokens: Tensor, counts: Tensor) -> list[Finished]:
-        over = self._ends.reached(self.rows, tokens, counts)
+    def _finish(self, seen: Seen) -> list[Finished]:
+        over = self._ends.reached(seen.flags, seen.tokens, seen.final)
         finished = [self._completion(slot, over[slot]) for slot in sorted(over)]
         for slot in sorted(over, reverse=True):
             self._release(slot)
@@ -362,7 +362,7 @@ class RolloutEngine:
     def _completion(self, slot: int, reason: End) -> Finished:
         rows = self.rows
         request = self._requests[slot]
-        start, end = len(request.prompt_ids), int(rows.lengths[slot]) + 1
+        start, end = len(request.prompt_ids), int(rows.host_lengths[slot]) + 1
         completion = Completion(
             key=request.key,
             prompt_ids=request.prompt_ids,

@@ -46,6 +46,10 @@ class Norm:
             self._bias = bias.detach().to(dtype, copy=True).to(wide)
         self._eps = eps
 
+    def tensors(self) -> list[Tensor]:
+        """What the norm reads."""
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
+
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise the last axis of `x`."""
         if self._bias is None:
@@ -126,6 +130,13 @@ class InferenceModel:
     def _pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         bias = None if bias is None else bias.detach().to(self.dtype)
         return PackedLinear(weight.detach().to(self.dtype), bias, row_hint=self._row_hint)
+
+    def tensors(self) -> list[Tensor]:
+        """All weights, in the same order for models of the same shape."""
+        parts = [part for layer in self._layers for part in layer if part is not None]
+        found = [tensor for part in (*parts, self._norm, self._head) for tensor in part.tensors()]
+        learned = [] if self._positions is None else [self._positions]
+        return [self.embedding, *learned, *found]
 
     def linears(self) -> list[tuple[str, PackedLinear, int]]:
         """One layer's matrices and the head: name, layer and input width of each shape in use."""
