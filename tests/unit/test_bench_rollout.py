@@ -97,7 +97,8 @@ def test_rows_begin_each_round_behind_their_prompts(model: Path, temperature: fl
         finished += engine.step()
     expected = {item.completion.key.row: item.completion.token_ids for item in finished}
     assert first.answers == [expected[row] for row in range(SIZE)]
-    live.decode(SIZE, 2, temperature)
+    other = live.decode(SIZE, 2, temperature)
+    assert (other.answers == first.answers) == (temperature == 0)
     again = live.decode(SIZE, 1, temperature)
     assert (again.answers, again.logprobs) == (first.answers, first.logprobs)
     assert live.decode(2, 1, temperature).answers == first.answers[:2]
