@@ -22,7 +22,16 @@ from ratoon.speculation.tuner import Tuner, never
 # Tokens of each row, on average, that an arm decodes in a round.
 TOKENS = 32
 # What a round changes of rows, besides keys, values and states behind the prompts.
-_OF_A_ROUND = ("tokens", "logprobs", "lengths", "carried", "prompt_lengths", "last_positions")
+_OF_A_ROUND = (
+    "tokens",
+    "logprobs",
+    "lengths",
+    "host_lengths",
+    "carried",
+    "host_carried",
+    "prompt_lengths",
+    "last_positions",
+)
 
 
 def positions_behind(depth: int) -> int:
