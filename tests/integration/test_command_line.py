@@ -157,4 +157,6 @@ def test_a_quickstart_never_overwrites(capsys: pytest.CaptureFixture[str], tmp_p
     message = capsys.readouterr().err
     assert "mine holds something" in message
     assert "--resume" not in message
+    assert command_line("quickstart", "--tiny", "--output", str(tmp_path / "mine"), "--resume") == 2
+    assert "mine holds no run to resume" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]

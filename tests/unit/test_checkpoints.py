@@ -66,12 +66,12 @@ def cut(path: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
-    ("policy/weights", flip, "is not what was written"),
-    ("policy/weights", cut, "is not what was written"),
+    ("policy/weights", flip, "has another checksum"),
+    ("policy/weights", cut, "has another checksum"),
     ("policy/weights", Path.unlink, "is missing"),
-    ("state.json", flip, "is not what was written"),
+    ("state.json", flip, "has another checksum"),
     ("state.json", Path.unlink, "is missing"),
-    ("policy/more", lambda path: path.write_text("x"), "is not what was written"),
+    ("policy/more", lambda path: path.write_text("x"), "has another checksum"),
     (SUMS, Path.unlink, "cannot be read"),
     (SUMS, lambda path: path.write_bytes(b""), ""),
     (SUMS, lambda path: path.write_bytes(b"\xff\n"), "cannot be read"),

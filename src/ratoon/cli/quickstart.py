@@ -31,9 +31,10 @@ def quickstart(
     default = Path("runs") / ("quickstart-tiny" if tiny else "quickstart")
     target = output or (last_used(default) if resume else first_free(default))
     if is_occupied(target) and not resume:
+        is_run = RunFolder(target).config.is_file()
         raise ConfigError(
             f"--output {target} holds something, and nothing is overwritten; name another folder, "
-            "or leave --output out for the first free one, or go on with it by --resume"
+            f"or leave --output out for the first free one{', or add --resume' * is_run}"
         )
     with stoppable(None) as (observer, stop):
         from ratoon.loop.quickstart import run_quickstart

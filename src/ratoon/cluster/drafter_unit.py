@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ class DrafterUnit:
         self._rested_s = 0.0
         self._rest_per_work = 1.0 / spec.spot.share - 1.0
         self._served_version = version
-        self._before: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+        self.mark()
 
     @property
     def version(self) -> int:
@@ -86,23 +85,21 @@ class DrafterUnit:
         """
         if policy_version in self.buffer.versions[-1:]:
             return
-        self._before = self.buffer.state()
         self.buffer.begin_step(policy_version, head[self.served.draft_ids].clone())
         self.trainer.set_embedding(embedding)
 
-    def complete_step(self) -> None:
-        """What was collected since `begin_step` counts: `abandon` does not go back behind it."""
-        self._before = None
+    def mark(self) -> None:
+        """Keep the data that `abandon` goes back to."""
+        self._marked = self.buffer.state()
 
     def abandon(self) -> None:
-        """End a session that is open, and forget the samples of a step that is not complete.
+        """End a session that is open, and go back to the data at `mark`.
 
-        What the drafter has learned from them it keeps.
+        What the drafter has learned meanwhile it keeps.
         """
         if self.is_training:
             self.stop(time.monotonic)
-        if self._before is not None:
-            self.buffer.restore(*self._before)
+        self.buffer.restore(*self._marked)
 
     def add(self, finished: Finished) -> None:
         """Store a finished response for training."""

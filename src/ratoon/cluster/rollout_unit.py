@@ -74,7 +74,7 @@ class RolloutUnit:
         if spec.drafting is not None and self.drafting is not None:
             self._tuner = make_tuner(spec.drafting.speculation, model)
         self._recorded: _Recorded | None = None
-        self._before: dict[str, Any] | None = None
+        self._marked: dict[str, Any] = {}
         self._report = Report()
 
     @cached_property
@@ -83,9 +83,8 @@ class RolloutUnit:
         return Tokenizer.load(self._path)
 
     def serve(self, decoder: Decoder, version: int) -> None:
-        """Decode with the decoder's weights from here on: what was drawn before counts."""
+        """Decode with the decoder's weights from here on."""
         self.engine.use_model(self._build(decoder), version)
-        self._before = None
 
     def load_drafter(self, served: Eagle3Drafter) -> None:
         """Draft with these weights and the served policy's embedding."""
@@ -94,15 +93,17 @@ class RolloutUnit:
 
     def begin(self, *, speculate: bool, collect: bool) -> None:
         """Prepare for a rollout: whether to guess ahead, whether to keep states for training."""
-        self._before = self.state_dict()
         self._report = Report()
         self.engine.collect = collect
         self.engine.use_tuner(self._tuner if speculate and self._tuner else never())
 
+    def mark(self) -> None:
+        """Keep the state that `abandon` goes back to."""
+        self._marked = self.state_dict()
+
     def abandon(self) -> None:
-        """Forget what was learned from the rollout since `begin`, unless `serve` came after it."""
-        if self._before is not None:
-            self.load_state_dict(self._before)
+        """Forget what rollouts taught since `mark`."""
+        self.load_state_dict(self._marked)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of all that rollouts taught: calibration, suffix index, and the tuner's state."""

@@ -242,7 +242,6 @@ class Worker:
         assert self._rollout is not None
         self._rollout.serve(self._decoder, version)
         if self._drafter is not None:
-            self._drafter.complete_step()
             self._rollout.load_drafter(self._drafter.served)
 
     @callable_by_driver
@@ -309,13 +308,21 @@ class Worker:
         return folder / f"worker_{self.spec.index}"
 
     @callable_by_driver
+    def mark(self) -> None:
+        """What comes from here on may be abandoned."""
+        assert self._rollout is not None
+        self._rollout.mark()
+        if self._drafter is not None:
+            self._drafter.mark()
+
+    @callable_by_driver
     def abandon(self) -> None:
-        """Go back to the state after the last complete step, and from here on only answer calls."""
+        """Go back to where `mark` was called, and from here on only answer calls."""
+        assert self._rollout is not None
         self._has_abandoned = True
+        self._rollout.abandon()
         if self._drafter is not None:
             self._drafter.abandon()
-        if self._rollout is not None:
-            self._rollout.abandon()
 
 
 def main(spec: WorkerSpec, connection: Connection) -> None:

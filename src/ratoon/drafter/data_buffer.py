@@ -246,7 +246,7 @@ class DataBuffer:
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take over a state from `state`; bounds stay those of this buffer."""
-        self._versions = {}
+        self._versions, self._current = {}, None
         for item in values["versions"]:
             number = item["version"]
             version = _Version(tensors[f"{number}.head_rows"])

@@ -143,7 +143,7 @@ def _verify(checkpoint: Path) -> None:
             if not (checkpoint / name).is_file():
                 raise _damaged(checkpoint, name, "is missing")
             if _digest(checkpoint / name) != expected.get(name):
-                raise _damaged(checkpoint, name, f"is not what was written, by {SUMS}")
+                raise _damaged(checkpoint, name, f"has another checksum than {SUMS} says")
     except (OSError, ValueError) as error:
         raise _damaged(checkpoint, SUMS, f"cannot be read ({error})") from None
 

@@ -105,6 +105,7 @@ def _train(
         if last and config.replay_last_step:
             run.workers.call_all("record")
             memory = copy.deepcopy(run.planner_memory)
+        run.mark()
         outcome = rl_step(run, step)
         if not run.has_drafter:
             _make_drafter(run, outcome.rollout.completions)
@@ -122,6 +123,7 @@ def _evaluate_if_due(run: RunContext, findings: Findings) -> None:
     step, every = run.steps_done, run.config.evaluation.every
     is_due = step == run.config.steps or (every is not None and step % every == 0)
     if run.held_out and is_due:
+        run.mark()
         findings.after = evaluate(run, step).rewards
 
 
@@ -137,7 +139,7 @@ def _saving_when_stopped(run: RunContext, folder: RunFolder) -> Iterator[None]:
                 "stopped in the first step, before there was anything to save; --resume begins anew"
             ) from None
         if not has_checkpoint(folder, step):
-            run.workers.call_busy("abandon")
+            run.abandon()
             save_checkpoint(run, folder, step, run.config.checkpoint.keep)
         raise Stopped(f"stopped after step {step}, which is saved; go on with --resume") from None
 

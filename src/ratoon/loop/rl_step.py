@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,18 @@ class RunContext:
     steps_done: int = 0
     prompts_drawn: int = 0
     notes: tuple[str, ...] = ()
+    marked_memory: PlannerMemory | None = None
+
+    def mark(self) -> None:
+        """What rollouts teach from here on is given up if a stop cuts them short."""
+        self.workers.call_all("mark")
+        self.marked_memory = copy.deepcopy(self.planner_memory)
+
+    def abandon(self) -> None:
+        """Go back to what was known at `mark`; the workers only answer calls from here on."""
+        self.workers.call_busy("abandon")
+        if self.marked_memory is not None:
+            self.planner_memory = self.marked_memory
 
 
 @dataclass(frozen=True, slots=True)
