@@ -47,7 +47,11 @@ class StaleVersionError(RatoonError, RuntimeError):
 
 
 class WorkerLostError(RatoonError, RuntimeError):
-    """A worker process died or stopped answering."""
+    """A worker process failed."""
+
+
+class WorkerDiedError(WorkerLostError):
+    """A worker process ended without a word, or gave no sign of life and was ended."""
 
 
 class NumericsError(RatoonError, RuntimeError):

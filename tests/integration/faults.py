@@ -72,6 +72,23 @@ def _kill(original: Callable[..., Any], log: Path, spec: WorkerSpec) -> Callable
     return act
 
 
+def _once(signal_number: int) -> Callable[..., Any]:
+    """Send this process a signal the first time that any worker comes here."""
+
+    def make(original: Callable[..., Any], log: Path, spec: WorkerSpec) -> Callable[..., Any]:
+        marker = log.with_suffix(".struck")
+
+        def act(*args: Any, **kwargs: Any) -> Any:
+            if not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal_number)
+            return original(*args, **kwargs)
+
+        return act
+
+    return make
+
+
 def _hang(original: Callable[..., Any], log: Path, spec: WorkerSpec) -> Callable[..., Any]:
     def act(*args: Any, **kwargs: Any) -> Any:
         note(log, hangs=spec.index, folder=str(spec.folder))
@@ -114,6 +131,8 @@ def _overtake(original: Callable[..., Any], log: Path, spec: WorkerSpec) -> Call
 ACTIONS = {
     "raise": _raise,
     "kill": _kill,
+    "kill once": _once(signal.SIGKILL),
+    "stop once": _once(signal.SIGSTOP),
     "hang": _hang,
     "announce": _announce,
     "corrupt": _corrupt,

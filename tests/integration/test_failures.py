@@ -9,9 +9,18 @@ import signal
 from pathlib import Path
 
 import pytest
-from lab import Driver, Faults, Lab, all_gone, metrics_of
+from lab import (
+    Driver,
+    Faults,
+    Lab,
+    all_gone,
+    equal_bits,
+    metrics_of,
+    parameters_of,
+    responses_of,
+)
 
-from ratoon.errors import RewardError, StaleVersionError, WorkerLostError
+from ratoon.errors import RewardError, StaleVersionError, WorkerDiedError, WorkerLostError
 from ratoon.loop.checkpoints import latest_checkpoint
 from ratoon.observe.run_folder import RunFolder
 
@@ -62,8 +71,39 @@ def test_a_worker_that_is_killed_ends_the_run_and_is_named(
     """Also when the other worker fails first, because it lost its colleague in a common sum."""
     faults.hold_tail()
     faults.add(phase, "kill")
+    alone = ["data.eval=null", "evaluation={}", "workers.max_restarts=0"]
     with pytest.raises(WorkerLostError, match=r"worker 1 \(process \d+\) ended with exit code -9"):
-        lab.rl("run", "data.eval=null", "evaluation={}")
+        lab.rl("run", *alone)
+
+
+@pytest.mark.parametrize(
+    ("phase", "action"), [("rollout", "kill once"), ("rollout", "stop once"), ("spot", "kill once")]
+)
+def test_a_worker_that_is_lost_in_a_rollout_is_replaced_and_no_bit_differs(
+    lab: Lab, faults: Faults, reference: RunFolder, exact: bool, phase: str, action: str
+) -> None:
+    """Lost in the evaluation before training, or in the first step while it trains the drafter."""
+    faults.hold_tail()
+    faults.add(phase, action)
+    run = lab.rl("run", "steps=2", "workers.timeout_s=4.0", "replay_last_step=true")
+    assert faults.log.with_suffix(".struck").exists()
+    assert not (run.path / "recovery").exists()
+    if exact:
+        for step in (1, 2):
+            drawn, expected = (
+                [(row["row"], row["sample"], row["token_ids"]) for row in responses_of(one, step)]
+                for one in (run, reference)
+            )
+            assert drawn == expected
+        assert equal_bits(parameters_of(run, 2), parameters_of(reference, 2))
+
+
+def test_a_run_gives_up_when_too_many_workers_are_lost(lab: Lab, faults: Faults) -> None:
+    faults.add("rollout", "kill", worker=0)
+    alone = ["data.eval=null", "evaluation={}", "workers.max_restarts=1", "steps=1"]
+    with pytest.raises(WorkerDiedError, match="ended with exit code -9") as raised:
+        lab.rl("run", *alone)
+    assert "replaced before: 1 of workers.max_restarts = 1" in raised.value.__notes__[0]
 
 
 def test_of_two_workers_that_fail_the_first_is_named(lab: Lab, faults: Faults) -> None:

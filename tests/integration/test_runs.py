@@ -22,7 +22,7 @@ from ratoon.errors import ConfigError
 from ratoon.loop import rl_run, setup
 from ratoon.loop.checkpoints import Checkpoint, restore
 from ratoon.loop.open_run import open_folder
-from ratoon.loop.rl_step import RunContext
+from ratoon.loop.run_context import RunContext
 from ratoon.loop.setup import num_workers, with_machine
 from ratoon.models.hf_io import load_decoder
 from ratoon.observe.files import read_lines

@@ -21,7 +21,8 @@ from ratoon.loop.checkpoints import latest_checkpoint, restore, save_checkpoint
 from ratoon.loop.drawing import Drawn
 from ratoon.loop.learning import make_samples, with_advantages
 from ratoon.loop.order import next_prompts
-from ratoon.loop.rl_step import RunContext, draw_groups
+from ratoon.loop.rl_step import draw_groups
+from ratoon.loop.run_context import RunContext
 from ratoon.models.decoder import Decoder, DecoderConfig
 from ratoon.observe.observer import Observer
 from ratoon.observe.run_folder import RunFolder
@@ -126,6 +127,7 @@ def make_run(score: Score, folder: Path, arrival: int = 0, **algorithm: Any) -> 
         VersionLedger(),
         PlannerMemory(2),
         Stop(),
+        folder,
     )
 
 

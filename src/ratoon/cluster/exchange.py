@@ -66,7 +66,11 @@ class DrafterExchange:
         return self._layout.named(self._slots[slot].clone())
 
     def store_training(self, trainer: DrafterTrainer) -> None:
-        """Leave weights, moments and counters for whoever trains next."""
+        """Leave weights, moments and counters for whoever trains next.
+
+        Nobody takes over what a process that dies in here leaves.
+        """
+        self._counters[0] = -1
         named = dict(trainer.drafter.named_parameters())
         for name, view in self._layout.named(self._training[0]).items():
             view.copy_(named[name].detach())

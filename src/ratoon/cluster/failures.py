@@ -9,14 +9,14 @@ from __future__ import annotations
 import errno
 import pickle
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
 from ratoon.cluster.messages import Failed
-from ratoon.errors import RatoonError, WorkerLostError
+from ratoon.errors import RatoonError, WorkerDiedError, WorkerLostError
 
 # How long to wait for the failures of others, once one has failed.
 GRACE_S = 0.5
@@ -25,10 +25,11 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process ended and said nothing."""
+    """The process ended and said nothing; `silent` if it was ended because of that."""
 
     pid: int
     exit_code: int | None
+    silent: bool = False
 
 
 def portable(error: BaseException) -> BaseException:
@@ -45,12 +46,15 @@ def raise_cause(
     known: Failed | None,
     connections: Sequence[Connection],
     processes: Sequence[BaseProcess],
+    silent: Collection[int] = (),
 ) -> NoReturn:
     """Raise in the driver what ended worker `first`, or the worker that drew it down.
 
-    `known` is its last message, if that was read already.
+    `known` is its last message, if that was read already; `silent` are the workers that were ended
+    because they gave no sign of life.
 
-    Raises: RatoonError as the worker raised it; OSError if a disk is full; else WorkerLostError.
+    Raises: WorkerDiedError if it ended without a word; RatoonError as the worker raised it; OSError
+    if a disk is full; else WorkerLostError.
     """
     deadline = time.monotonic() + GRACE_S
     found: dict[int, Failed | Died] = {}
@@ -61,7 +65,10 @@ def raise_cause(
         if failure is not None:
             found[index] = failure
     cause = min(found, key=lambda index: _place(found[index]), default=first)
-    _raise(cause, found.get(cause, Died(processes[first].pid or 0, None)))
+    failure = found.get(cause, Died(processes[first].pid or 0, None))
+    if isinstance(failure, Died) and cause in silent:
+        failure = replace(failure, silent=True)
+    _raise(cause, failure)
 
 
 def _last_word(
@@ -97,10 +104,16 @@ def _place(failure: Failed | Died) -> float:
 
 def _raise(index: int, failure: Failed | Died) -> NoReturn:
     if isinstance(failure, Died):
-        raise WorkerLostError(
-            f"worker {index} (process {failure.pid}) ended with exit code {failure.exit_code} "
-            "without a word; a negative code is the signal that killed it, and -9 often means "
-            "that memory ran out: lower rollout.max_batch or workers.count"
+        name = f"worker {index} (process {failure.pid})"
+        if failure.silent:
+            raise WorkerDiedError(
+                f"{name} gave no sign of life for longer than workers.timeout_s and was ended; a "
+                "process that is stopped, or swapped out, looks like that"
+            )
+        raise WorkerDiedError(
+            f"{name} ended with exit code {failure.exit_code} without a word; a negative code is "
+            "the signal that killed it, and -9 often means that memory ran out: lower "
+            "rollout.max_batch or workers.count"
         )
     error = failure.error
     error.add_note(f"in worker {index}:\n{failure.traceback}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -16,6 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from ratoon.cluster import worker
 from ratoon.cluster.failures import raise_cause
+from ratoon.cluster.heartbeat import forget, silent_s
 from ratoon.cluster.messages import Call, Failed, Returned, Shutdown
 from ratoon.cluster.spec import WorkerSpec
 from ratoon.errors import CapabilityError, ConfigError
@@ -23,6 +26,8 @@ from ratoon.observe.files import FolderLock
 from ratoon.processes import hold_interrupts
 
 SHUTDOWN_S = 5.0
+# How often it is looked whether workers live, while nothing is heard of them.
+WATCH_S = 1.0
 SHARED_PREFIX = "ratoon-workers-"
 # For the workers' C library: huge pages for weights (a fifth faster decoding where the system
 # allows it), and large buffers kept instead of given back, so that the next batch does not have to
@@ -41,9 +46,16 @@ class LocalWorkers:
     """
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
-        context = multiprocessing.get_context("spawn")
+        self._specs = specs
+        self.descriptions: list[dict[str, Any]] = []
+        self._start()
+
+    def _start(self) -> None:
+        context, specs = multiprocessing.get_context("spawn"), self._specs
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._lost: set[int] = set()
+        self._silent: set[int] = set()
         added = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
         added["OMP_NUM_THREADS"] = str(specs[0].threads)
         saved = {name: os.environ.get(name) for name in added}
@@ -67,7 +79,6 @@ class LocalWorkers:
             raise
         finally:
             _restore(saved)
-        self.descriptions: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -80,7 +91,22 @@ class LocalWorkers:
 
     def wait_until_ready(self) -> None:
         """Wait for all workers to load; fills `descriptions`."""
-        self.descriptions = self._answers("start")
+        self.descriptions = self._answers("start", range(len(self)))
+
+    def survivors(self) -> list[int]:
+        """The workers that live; nothing is heard of the others until `restart`."""
+        self._lost = {i for i, process in enumerate(self._processes) if not process.is_alive()}
+        return [index for index in range(len(self)) if index not in self._lost]
+
+    def restart(self) -> None:
+        """End those that are left and start all anew, without what the old ones knew."""
+        self._kill()
+        self.close()
+        for spec in self._specs:
+            forget(spec.folder, spec.index)
+            spec.rendezvous.unlink(missing_ok=True)
+        self._start()
+        self.wait_until_ready()
 
     def send(self, index: int, message: object) -> None:
         """Send a message that has no answer."""
@@ -101,13 +127,19 @@ class LocalWorkers:
         for index in range(len(self)):
             own = each[index] if each is not None else {}
             self.send(index, Call(method, {**arguments, **own}))
-        return self._answers(method)
+        return self._answers(method, range(len(self)))
+
+    def call_some(self, indices: Sequence[int], method: str, **arguments: Any) -> list[Any]:
+        """Call a method of some workers at once."""
+        for index in indices:
+            self.send(index, Call(method, arguments))
+        return self._answers(method, indices)
 
     def call_busy(self, method: str) -> None:
-        """Call a method of all workers in the midst of work; what else they say is dropped."""
-        for index in range(len(self)):
+        """Call a method of all that live in the midst of work; what else they say is dropped."""
+        missing = set(range(len(self))) - self._lost
+        for index in missing:
             self.send(index, Call(method))
-        missing = set(range(len(self)))
         while missing:
             for index, message in self.receive():
                 if isinstance(message, Returned) and message.method == method:
@@ -115,14 +147,37 @@ class LocalWorkers:
 
     def receive(self, timeout_s: float | None = None) -> list[tuple[int, object]]:
         """Messages that have arrived, with their worker; waits for the first."""
-        ready = wait([*self._connections, *(p.sentinel for p in self._processes)], timeout_s)
+        living = [index for index in range(len(self)) if index not in self._lost]
+        handles = {self._connections[index]: index for index in living}
+        sentinels = {self._processes[index].sentinel: index for index in living}
+        ready = self._wait([*handles, *sentinels], timeout_s)
         messages = []
-        for index, connection in enumerate(self._connections):
-            if connection in ready:
+        for index in living:
+            if self._connections[index] in ready:
                 messages.append((index, self._receive(index)))
             elif self._processes[index].sentinel in ready:
                 self._fail(index, None)
         return messages
+
+    def _wait(
+        self, handles: Sequence[Connection | int], timeout_s: float | None = None
+    ) -> list[Any]:
+        """The handles that are ready; meanwhile workers that are silent too long are ended."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            ready = wait(handles, min(WATCH_S, max(0.0, left)))
+            if ready:
+                return ready
+            self._end_silent()
+            if left <= WATCH_S:
+                return []
+
+    def _end_silent(self) -> None:
+        for spec, process in zip(self._specs, self._processes, strict=True):
+            if process.is_alive() and silent_s(spec.folder, spec.index) > spec.timeout_s:
+                self._silent.add(spec.index)
+                process.kill()
 
     def close(self) -> None:
         """End all workers; those that do not listen are killed."""
@@ -158,18 +213,19 @@ class LocalWorkers:
         for process in self._processes:
             process.kill()
 
-    def _answers(self, method: str) -> list[Any]:
-        """One answer of each worker, in any order: a failure is raised as soon as it is known."""
+    def _answers(self, method: str, indices: Sequence[int]) -> list[Any]:
+        """One answer of each of these, in any order: a failure is raised as soon as it is known."""
         answers: dict[int, Any] = {}
-        while len(answers) < len(self):
+        while len(answers) < len(indices):
             for index, message in self.receive():
                 answers[index] = _value(message, method)
-        return [answers[index] for index in range(len(self))]
+        return [answers[index] for index in indices]
 
     def _answer(self, index: int, method: str) -> Any:
         return _value(self._receive(index), method)
 
     def _receive(self, index: int) -> object:
+        self._wait([self._connections[index]])
         try:
             message = self._connections[index].recv()
         except (EOFError, ConnectionResetError):
@@ -179,7 +235,7 @@ class LocalWorkers:
         return message
 
     def _fail(self, index: int, message: Failed | None) -> NoReturn:
-        raise_cause(index, message, self._connections, self._processes)
+        raise_cause(index, message, self._connections, self._processes, self._silent)
 
 
 @contextmanager

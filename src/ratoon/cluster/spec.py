@@ -48,6 +48,7 @@ class WorkerSpec:
     index: int
     count: int
     threads: int
+    timeout_s: float
     seed: int
     folder: Path
     model: ModelSettings
@@ -55,3 +56,8 @@ class WorkerSpec:
     training: TrainingSpec | None
     rollout: Rollout | None
     drafting: DraftingSpec | None
+
+    @property
+    def rendezvous(self) -> Path:
+        """The file by which the workers find each other."""
+        return self.folder / "rendezvous"

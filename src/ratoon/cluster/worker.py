@@ -21,6 +21,7 @@ import torch
 
 from ratoon.cluster.drafter_unit import DrafterUnit, new_trainer, restored_trainer
 from ratoon.cluster.failures import portable
+from ratoon.cluster.heartbeat import start_beating
 from ratoon.cluster.messages import (
     Call,
     Failed,
@@ -329,12 +330,13 @@ def main(spec: WorkerSpec, connection: Connection) -> None:
     """Entry point of the process: ends with a `Failed` message if anything is raised."""
     survive_termination()
     end_with_parent(lambda: shutil.rmtree(spec.folder, ignore_errors=True))
+    start_beating(spec.folder, spec.index)
     try:
         torch.set_num_threads(spec.threads)
         if spec.count > 1:
             torch.distributed.init_process_group(
                 "gloo",
-                init_method=f"file://{spec.folder / 'rendezvous'}",
+                init_method=f"file://{spec.rendezvous}",
                 rank=spec.index,
                 world_size=spec.count,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

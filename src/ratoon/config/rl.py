@@ -18,8 +18,8 @@ from ratoon.config.training import (
     LoRA,
     ModelSettings,
     RLOptimizer,
+    RLWorkers,
     Update,
-    Workers,
     check_lora,
 )
 
@@ -176,7 +176,7 @@ class RLConfig(Settings):
     speculation: Speculation = Field(Speculation(), description="Guessing ahead.")
     drafter: Drafter = Field(Drafter(), description="The learned drafter.")
     spot: Spot = Field(Spot(), description="Training the drafter in idle time.")
-    workers: Workers = Field(Workers(), description="Processes.")
+    workers: RLWorkers = Field(RLWorkers(), description="Processes.")
     replay_last_step: bool = Field(
         False,
         description="At the end, replay the last rollout with and without speculation, from the "

@@ -110,6 +110,19 @@ class Workers(Settings):
         None, ge=1, le=256, description="Processes; null = one per usable core."
     )
     threads: int = Field(1, ge=1, description="Computing threads of each.")
+    timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="A worker without a sign of life for so long is ended. Seconds.",
+    )
+
+
+class RLWorkers(Workers):
+    """Worker processes that are replaced if they are lost in a rollout."""
+
+    max_restarts: int = Field(
+        3, ge=0, description="How often lost workers are replaced before the run ends."
+    )
 
 
 class Checkpoints(Settings):

@@ -10,14 +10,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ratoon.errors import CheckpointError, ConfigError
-from ratoon.loop.rl_step import RunContext
+from ratoon.loop.run_context import RunContext
 from ratoon.models.directories import whole_directory
 from ratoon.observe.run_folder import RunFolder
 
@@ -80,10 +80,16 @@ def save_checkpoint(run: RunContext, folder: RunFolder, step: int, keep: int) ->
         "workers": len(run.workers),
     }
     with whole_checkpoint(folder, step, keep, **state) as draft:
-        run.workers.call(0, "save_training", folder=draft / "policy")
-        if run.has_drafter:
-            run.workers.call(0, "save_drafter", folder=draft / "drafter")
-        run.workers.call_all("save_own", folder=draft)
+        save_workers(run, draft, range(len(run.workers)))
+
+
+def save_workers(run: RunContext, folder: Path, workers: Sequence[int]) -> None:
+    """Write what these workers know: together, and each alone."""
+    first = workers[0]
+    run.workers.call(first, "save_training", folder=folder / "policy")
+    if run.has_drafter:
+        run.workers.call(first, "save_drafter", folder=folder / "drafter")
+    run.workers.call_some(workers, "save_own", folder=folder)
 
 
 def has_checkpoint(folder: RunFolder, step: int) -> bool:
@@ -102,17 +108,22 @@ def restore(run: RunContext, checkpoint: Checkpoint) -> None:
             f"`workers.count` is {len(run.workers)}, but {path} was written by "
             f"{state['workers']} workers, each with a state of its own; resume with as many"
         )
-    run.workers.call_all("load_training", folder=path / "policy")
-    if state["drafter"]:
-        version = int(state["drafter_version"])
-        run.workers.call_all("restore_drafter", folder=path / "drafter", version=version)
-        run.ledger.drafter = version
-        run.has_drafter = True
+    run.has_drafter = bool(state["drafter"])
+    run.ledger.drafter = int(state["drafter_version"])
+    run.ledger.policy = checkpoint.step
     run.prompts_drawn = int(state["prompts_drawn"])
     run.planner_memory.load_state(state["planner"])
-    run.workers.call_all("serve_policy", version=checkpoint.step)
-    run.ledger.policy = checkpoint.step
-    run.workers.call_all("load_own", folder=path)
+    load_workers(run, path, range(len(run.workers)))
+
+
+def load_workers(run: RunContext, folder: Path, workers: Sequence[int]) -> None:
+    """Let all workers go on from what `save_workers` wrote of these, others without their own."""
+    run.workers.call_all("load_training", folder=folder / "policy")
+    if run.has_drafter:
+        version = run.ledger.drafter
+        run.workers.call_all("restore_drafter", folder=folder / "drafter", version=version)
+    run.workers.call_all("serve_policy", version=run.ledger.policy)
+    run.workers.call_some(workers, "load_own", folder=folder)
 
 
 def _path(folder: RunFolder, step: int) -> Path:

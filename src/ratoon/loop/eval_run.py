@@ -231,6 +231,7 @@ def _started(
                 index=index,
                 count=count,
                 threads=settings.threads,
+                timeout_s=settings.timeout_s,
                 seed=plan.seed,
                 folder=shared,
                 model=ModelSettings.model_validate({"path": subject.path, "dtype": fast_dtype()}),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ratoon.config.rl import RLConfig
 from ratoon.evals.statistics import standard_error
 from ratoon.loop.order import make_groups
-from ratoon.loop.rl_step import RunContext, rollout_record
+from ratoon.loop.recovery import replace_lost
+from ratoon.loop.rl_step import rollout_record
 from ratoon.loop.rollout import Rollout, RolloutResult
+from ratoon.loop.run_context import RunContext
 from ratoon.loop.scoring import Scorer
 from ratoon.observe.completions import completions_path
 from ratoon.observe.files import read_lines
@@ -81,6 +84,7 @@ def evaluate(run: RunContext, step: int) -> EvalResult:
         on_response=scorer.submit,
         activity="evaluation",
         stop=run.stop,
+        on_lost=partial(replace_lost, run),
     ).run(groups)
     with run.stop.at_any_moment():
         results = scorer.results(rollout.completions)

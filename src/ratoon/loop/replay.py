@@ -15,8 +15,9 @@ from ratoon.coordinator.memory import PlannerMemory
 from ratoon.coordinator.versions import VersionLedger
 from ratoon.errors import LosslessViolation
 from ratoon.loop.drawing import joined
-from ratoon.loop.rl_step import RunContext, StepOutcome
+from ratoon.loop.rl_step import StepOutcome
 from ratoon.loop.rollout import Rollout, RolloutResult
+from ratoon.loop.run_context import RunContext
 from ratoon.records import Completion
 
 ROUNDS = 2

@@ -25,8 +25,9 @@ from ratoon.loop.checkpoints import (
 from ratoon.loop.evaluation import evaluate, stored_rewards
 from ratoon.loop.model_card import write_card
 from ratoon.loop.replay import replay
-from ratoon.loop.rl_step import RunContext, StepOutcome, rl_step
+from ratoon.loop.rl_step import StepOutcome, rl_step
 from ratoon.loop.rl_summary import Findings, figures_of, step_records
+from ratoon.loop.run_context import RunContext
 from ratoon.loop.setup import (
     check_adapters,
     check_context,
@@ -59,7 +60,7 @@ def run_rl(
     stop = stop or Stop()
     config = with_machine(config)
     checkpoint = latest_checkpoint(folder)
-    with _context(config, observer, stop) as run:
+    with _context(config, folder, observer, stop) as run:
         report_numerics(run.workers, observer, "a replay counts the tokens that rounding flips")
         findings = Findings()
         if checkpoint is None:
@@ -104,6 +105,7 @@ def _train(
         last = step == config.steps
         if last and config.replay_last_step:
             run.workers.call_all("record")
+            run.is_recorded = True
             memory = copy.deepcopy(run.planner_memory)
         run.mark()
         outcome = rl_step(run, step)
@@ -145,7 +147,9 @@ def _saving_when_stopped(run: RunContext, folder: RunFolder) -> Iterator[None]:
 
 
 @contextmanager
-def _context(config: RLConfig, observer: Observer, stop: Stop) -> Iterator[RunContext]:
+def _context(
+    config: RLConfig, folder: RunFolder, observer: Observer, stop: Stop
+) -> Iterator[RunContext]:
     """Everything a run works with; data and rewards are checked before a process starts."""
     check_context("rollout.max_length", config.rollout.max_length, config.model.path)
     check_adapters(config.lora, config.model.path)
@@ -182,6 +186,7 @@ def _context(config: RLConfig, observer: Observer, stop: Stop) -> Iterator[RunCo
             VersionLedger(),
             PlannerMemory(len(workers)),
             stop,
+            folder.path / "recovery",
             notes=tuple(dropped),
         )
 
@@ -194,6 +199,7 @@ def _begin(run: RunContext, findings: Findings) -> None:
         _make_drafter(run, ())
     if run.held_out:
         run.observer.phase("evaluation before training")
+        run.mark()
         result = evaluate(run, 0)
         findings.before = result.rewards
         if not run.has_drafter:

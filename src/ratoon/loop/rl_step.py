@@ -2,67 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from ratoon.cluster.local import LocalWorkers
 from ratoon.cluster.messages import SpotResult
-from ratoon.config.rl import RLConfig
-from ratoon.coordinator.memory import PlannerMemory
-from ratoon.coordinator.versions import VersionLedger
 from ratoon.loop.drawing import Drawn, Round, joined
 from ratoon.loop.learning import learning_metrics, make_samples, with_advantages
 from ratoon.loop.order import Group, make_groups, next_prompts
+from ratoon.loop.recovery import replace_lost
 from ratoon.loop.rollout import Rollout, RolloutResult, train_drafter_steps
+from ratoon.loop.run_context import RunContext
 from ratoon.loop.scoring import Scorer
-from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.completions import Split
-from ratoon.observe.observer import Observer
 from ratoon.observe.provenance import kernels
 from ratoon.observe.rollouts import RolloutRecord
 from ratoon.observe.sinks import Values
 from ratoon.observe.timeline import Activity
-from ratoon.records import Prompt, SamplingParams, Stream
+from ratoon.records import SamplingParams, Stream
 from ratoon.rl.dynamic_sampling import DynamicSampling
-from ratoon.rl.rewards.pool import RewardPool, RewardResult
-from ratoon.stopping import Stop
-
-
-@dataclass(slots=True)
-class RunContext:
-    """What every step of a run works with; `steps_done` are complete.
-
-    `prompts_drawn` is its place in the training data; `notes` are for whoever reads its summary.
-    """
-
-    config: RLConfig
-    tokenizer: Tokenizer
-    train: Sequence[Prompt]
-    held_out: Sequence[Prompt]
-    workers: LocalWorkers
-    pool: RewardPool
-    observer: Observer
-    ledger: VersionLedger
-    planner_memory: PlannerMemory
-    stop: Stop
-    has_drafter: bool = False
-    steps_done: int = 0
-    prompts_drawn: int = 0
-    notes: tuple[str, ...] = ()
-    marked_memory: PlannerMemory | None = None
-
-    def mark(self) -> None:
-        """What rollouts teach from here on is given up if a stop cuts them short."""
-        self.workers.call_all("mark")
-        self.marked_memory = copy.deepcopy(self.planner_memory)
-
-    def abandon(self) -> None:
-        """Go back to what was known at `mark`; the workers only answer calls from here on."""
-        self.workers.call_busy("abandon")
-        if self.marked_memory is not None:
-            self.planner_memory = self.marked_memory
+from ratoon.rl.rewards.pool import RewardResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +154,7 @@ def draw(run: RunContext, groups: Sequence[Group], step: int, scorer: Scorer) ->
         step=step,
         on_response=scorer.submit,
         stop=run.stop,
+        on_lost=partial(replace_lost, run),
     )
     trains = run.has_drafter and spot.enabled
     return rollout.run(groups, collect=trains, spot_training=trains and not fixed)

@@ -26,6 +26,7 @@ from ratoon.coordinator.pace import least_seconds
 from ratoon.coordinator.planner import HandOut, Work
 from ratoon.coordinator.states import WorkerState
 from ratoon.coordinator.versions import Publication, VersionLedger
+from ratoon.errors import WorkerDiedError
 from ratoon.loop.order import Group
 from ratoon.observe.observer import Observer
 from ratoon.observe.timeline import Activity
@@ -99,13 +100,17 @@ def train_drafter_steps(workers: LocalWorkers, ledger: VersionLedger) -> SpotRes
                 return message.value
 
 
+def _give_up(error: WorkerDiedError) -> None:
+    raise error
+
+
 class Rollout:
     """Runs one rollout.
 
     `memory` is read by the planner of this `kind`, and learns from the responses. `on_response` is
     called with each response as it arrives; `activity` is what the timeline calls the time in which
     a worker decodes. `stop` is looked at between messages: Stopped leaves the workers in the midst
-    of work.
+    of work. `on_lost` replaces a worker that died, or raises what it is told.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class Rollout:
         on_response: Callable[[Completion], None] = lambda completion: None,
         activity: Activity = "rollout",
         stop: Stop | None = None,
+        on_lost: Callable[[WorkerDiedError], None] = _give_up,
     ) -> None:
         self._workers = workers
         self._observer = observer
@@ -132,6 +138,7 @@ class Rollout:
         self._step = step
         self._on_response = on_response
         self._stop = stop or Stop()
+        self._on_lost = on_lost
         self._activities: dict[WorkerState, Activity] = {
             WorkerState.ROLLOUT: activity,
             WorkerState.IDLE: "idle",
@@ -153,10 +160,35 @@ class Rollout:
         """Generate all groups.
 
         `collect` keeps states to train the drafter on, `spot_training` lets idle workers do so.
+        Where a lost worker is replaced, what is finished is kept and the rest is drawn again: the
+        same keys, the same tokens.
+
+        Raises: WorkerDiedError as `on_lost` does.
         """
+        start = self._last_response_s = self._clock.now()
+        while True:
+            missing = [[r for r in group if r.key not in self._finished] for group in groups]
+            try:
+                stats, predicted = self._draw(
+                    [tuple(group) for group in missing if group],
+                    speculate=speculate,
+                    collect=collect,
+                    spot_training=spot_training,
+                )
+            except WorkerDiedError as error:
+                for index in range(len(self._table)):
+                    self._leave_state(index)
+                self._on_lost(error)
+            else:
+                return self._result(groups, start, stats, predicted)
+
+    def _draw(
+        self, groups: Sequence[Group], *, speculate: bool, collect: bool, spot_training: bool
+    ) -> tuple[list[EngineStats], list[float] | None]:
+        """Statistics of each worker, and the lengths that were predicted for the groups."""
+        now = self._handed_out_s = self._clock.now()
+        self._table = [_Worker(WorkerState.IDLE, now) for _ in range(len(self._workers))]
         self._workers.call_all("begin_rollout", speculate=speculate, collect=collect)
-        start = self._clock.now()
-        self._table = [_Worker(WorkerState.IDLE, start) for _ in range(len(self._workers))]
         self._groups = groups
         self._tasks: dict[DrawKey, Task] = {
             request.key: (number, member)
@@ -171,12 +203,11 @@ class Rollout:
             self._stop.check()
             for index, message in self._workers.receive(POLL_S):
                 self._handle(index, message)
-        end = max(worker.last_response_s for worker in self._table)
         for index in range(len(self._table)):
             self._leave_state(index)
         stats = self._workers.call_all("end_rollout")
         self._memory.lengths.end_round()
-        return self._result(start, end, stats, predicted)
+        return stats, predicted
 
     def _act(self) -> bool:
         """Carry out decisions until there are none; whether the rollout is over."""
@@ -204,7 +235,7 @@ class Rollout:
     def _handle(self, index: int, message: object) -> None:
         worker = self._table[index]
         if isinstance(message, Responses):
-            worker.last_response_s = self._clock.now()
+            worker.last_response_s = self._last_response_s = self._clock.now()
             self._responses(index, message)
         elif isinstance(message, DrafterPublished):
             publish(self._workers, self._ledger, message)
@@ -256,18 +287,26 @@ class Rollout:
         return [lengths.predict(item.uid, item.prompt_tokens, item.max_tokens) for item in work]
 
     def _result(
-        self, start: float, end: float, stats: list[EngineStats], predicted: list[float] | None
+        self,
+        groups: Sequence[Group],
+        start: float,
+        stats: list[EngineStats],
+        predicted: list[float] | None,
     ) -> RolloutResult:
-        idle = sum(end - max(worker.last_response_s, start) for worker in self._table)
+        end = self._last_response_s
+        decoded_until = (max(w.last_response_s, self._handed_out_s) for w in self._table)
+        idle = sum(max(0.0, end - until) for until in decoded_until)
         trained = sum(worker.seconds.get("drafter_training", 0.0) for worker in self._table)
         rested = sum(result.rested_s for result in self._spot)
-        completions = tuple(self._finished[key] for key in self._tasks)
+        completions = tuple(self._finished[r.key] for group in groups for r in group)
         lengths = [len(completion.token_ids) for completion in completions]
         error = None
-        if predicted is not None:
-            groups = (group for group, _ in self._tasks.values())
-            off = (abs(predicted[g] - n) for g, n in zip(groups, lengths, strict=True))
-            error = sum(off) / sum(lengths)
+        if predicted:
+            drawn = [
+                (predicted[group], len(self._finished[key].token_ids))
+                for key, (group, _) in self._tasks.items()
+            ]
+            error = sum(abs(p - n) for p, n in drawn) / sum(n for _, n in drawn)
         return RolloutResult(
             completions=completions,
             seconds=end - start,

@@ -173,6 +173,7 @@ def rl_specs(config: RLConfig, tokenizer: Tokenizer, folder: Path) -> Sequence[W
             index=index,
             count=count,
             threads=config.workers.threads,
+            timeout_s=config.workers.timeout_s,
             seed=config.seed,
             folder=folder,
             model=config.model,

@@ -122,6 +122,7 @@ def _specs(
             index=index,
             count=count,
             threads=config.workers.threads,
+            timeout_s=config.workers.timeout_s,
             seed=config.seed,
             folder=folder,
             model=config.model,
