@@ -107,7 +107,10 @@ def test_arms_change_how_responses_are_guessed_and_nothing_else(tmp_path: Path) 
     assert configs["sd-frozen"].drafter == configs["tlt"].drafter
     assert configs["tlt"].drafter.path == drafter
     assert configs["tlt"].spot.publish_every_steps == 2
-    decoding = {"speculation", "drafter", "spot"}
+    planners = {arm: config.rollout.planner for arm, config in configs.items()}
+    assert planners.pop("tlt+planner") == "longest_first"
+    assert set(planners.values()) == {"first_come"}
+    decoding = {"speculation", "drafter", "spot", "rollout"}
     rest = [config.model_dump(exclude=decoding) for config in configs.values()]
     assert all(values == rest[0] for values in rest)
     assert rest[0]["data"]["eval"] is None

@@ -38,15 +38,22 @@ Values = dict[str, Any]
 Say = Callable[[str], None]
 
 _OFF = {"enabled": False}
+_IN_ORDER = {"rollout": {"planner": "first_come"}}
 # Sections of the recipe that an arm changes; None drops one.
 ARMS: dict[str, Mapping[str, Values | None]] = {
-    PLAIN: {"speculation": _OFF, "drafter": None, "spot": None},
-    "sd-suffix": {"speculation": {"drafters": ["suffix"]}, "drafter": None, "spot": None},
-    "sd-frozen": {"spot": _OFF},
-    "tlt": {},
+    PLAIN: {"speculation": _OFF, "drafter": None, "spot": None, **_IN_ORDER},
+    "sd-suffix": {
+        "speculation": {"drafters": ["suffix"]},
+        "drafter": None,
+        "spot": None,
+        **_IN_ORDER,
+    },
+    "sd-frozen": {"spot": _OFF, **_IN_ORDER},
+    "tlt": _IN_ORDER,
+    "tlt+planner": {"rollout": {"planner": "longest_first"}},
 }
 # Arms that draft with the drafter that all of them begin with.
-_DRAFTING = ("sd-frozen", "tlt")
+_DRAFTING = ("sd-frozen", "tlt", "tlt+planner")
 # What the best arm must gain on plain rollouts, how near the whole step must come to what that
 # allows, and how much idle time must be used.
 ROLLOUT_BAR, AMDAHL_BAR, FILLED_BAR = 1.8, 0.9, 0.9
