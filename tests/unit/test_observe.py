@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,27 @@ def test_how_rewards_are_computed_may_change_on_resume(tmp_path: Path) -> None:
     assert RunFolder.resume(folder.path, config_yaml=after) == folder
     with pytest.raises(ConfigError, match="only `steps` may grow and `reward_runtime` may change"):
         RunFolder.resume(folder.path, config_yaml=after.replace("seed: 1", "seed: 2"))
+
+
+def test_a_change_anywhere_in_the_package_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "src" / "ratoon"
+    (package / "observe").mkdir(parents=True)
+    (package / "observe" / "provenance.py").write_text("")
+    (package / "engine.py").write_text("exact = True")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    monkeypatch.setattr(
+        "ratoon.observe.provenance.__file__", str(package / "observe" / "provenance.py")
+    )
+    (tmp_path / "notes.txt").write_text("not of the package")
+    code = provenance(seed=0)["code"]
+    assert len(code["commit"]) == 40
+    assert code["changed"] is False
+    (package / "engine.py").write_text("exact = False")
+    assert provenance(seed=0)["code"] == code | {"changed": True}
 
 
 def test_a_full_disk_is_found_before_the_work_starts(tmp_path: Path) -> None:

@@ -69,15 +69,15 @@ def _processor() -> str:
 
 
 def _code() -> dict[str, Any]:
-    """Commit of the source tree, if the package runs from one."""
-    source = Path(__file__).parent
+    """Commit of the source tree, if the package runs from one; whether the package differs."""
+    package = Path(__file__).parents[1]
     git = shutil.which("git")
     if git is None:
         return {"commit": None, "changed": None}
 
     def ask(*arguments: str) -> str | None:
         answer = subprocess.run(
-            [git, "-C", str(source), *arguments], capture_output=True, text=True, check=False
+            [git, "-C", str(package), *arguments], capture_output=True, text=True, check=False
         )
         return answer.stdout.strip() if answer.returncode == 0 else None
 
