@@ -104,6 +104,26 @@ def test_a_share_that_cannot_be_is_refused_before_anything_is_measured(
     assert f"--share {share}: must lie in (0, 1]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "nowhere", "--tasks", "gsm8k", "--k", "inf"], "--k inf: must be numbers"),
+        (["eval", "nowhere", "--tasks", "gsm8k", "--k", "1.5"], "--k 1.5: must be whole numbers"),
+        (["simulate", "published", "--workers", "nan"], "--workers nan: must be numbers"),
+        (["simulate", "published", "--workers", "1"], "must be whole numbers from 2 to 1024"),
+        (["bench", "trace", "--batches", "8,1.5"], "--batches 8,1.5: must be whole numbers"),
+        (["bench", "rollout", "--temperatures", "warm"], "--temperatures warm: must be numbers"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.app(args=arguments)
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_model_is_not_fetched_into_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ratoon.cli.options import AsJson, Page
+from ratoon.cli.tables import plain_table
+
 
 def arms(
     config: Annotated[Path, typer.Argument(help="YAML file, as for `ratoon rl`.")],
@@ -27,8 +30,8 @@ def arms(
         Path | None,
         typer.Option(help="Drafter to begin with; by default one is trained in a run before."),
     ] = None,
-    page: Annotated[Path | None, typer.Option(help="Write the plots into this HTML file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
+    page: Page = None,
+    as_json: AsJson = False,
 ) -> None:
     """Steps of a recipe: plain, with a frozen drafter, with spot training; the same tokens."""
     from ratoon.bench.rl import ARMS, Comparison, run
@@ -63,7 +66,7 @@ def arms(
 
 
 def _table(record: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0))
+    table = plain_table()
     table.add_column("arm", no_wrap=True)
     columns = {
         "step": "step",

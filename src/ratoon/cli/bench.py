@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ratoon.cli.arms import arms
+from ratoon.cli.options import AsJson, numbers, whole_numbers
 from ratoon.cli.study import study
+from ratoon.cli.tables import plain_table
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved rounds with intervals.")
 
@@ -27,26 +29,19 @@ Text = Annotated[
 Responses = Annotated[int, typer.Option(min=2, help="Responses to compare on.")]
 TrainResponses = Annotated[int, typer.Option(min=1, help="Others to train a drafter on.")]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of that.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record.")]
 _MODEL = Path("models/smollm2-135m")
 # Columns that move to the heading of a table where all its rows have the same.
 _OF_A_CASE = ("threads", "context", "temperature")
 
 
-def _some(option: str, text: str | None, usual: tuple[Any, ...], kind: type) -> tuple[Any, ...]:
-    """The numbers of an option, in ascending order, or the usual ones where it was left out.
-
-    Raises: ConfigError for what is none, or not of the kind.
-    """
-    from ratoon.cli.study import numbers
-    from ratoon.errors import ConfigError
-
-    if text is None:
-        return usual
-    found = {number: kind(number) for number in numbers(option, text)}
-    if any(number != value for number, value in found.items()):
-        raise ConfigError(f"{option} {text}: must be whole numbers")
-    return tuple(sorted(set(found.values())))
+def _some(
+    option: str,
+    text: str | None,
+    usual: tuple[Any, ...],
+    read: Callable[[str, str], tuple[Any, ...]] = whole_numbers,
+) -> tuple[Any, ...]:
+    """The numbers of an option, in ascending order, or the usual ones where it was left out."""
+    return usual if text is None else tuple(sorted(set(read(option, text))))
 
 
 @app.command("rollout")
@@ -96,10 +91,10 @@ def rollout(
 
     usual = FULL if full else Matrix()
     matrix = Matrix(
-        threads=_some("--threads", threads, usual.threads, int),
-        contexts=_some("--contexts", contexts, usual.contexts, int),
-        temperatures=_some("--temperatures", temperatures, usual.temperatures, float),
-        batches=_some("--batches", batches, usual.batches, int),
+        threads=_some("--threads", threads, usual.threads),
+        contexts=_some("--contexts", contexts, usual.contexts),
+        temperatures=_some("--temperatures", temperatures, usual.temperatures, numbers),
+        batches=_some("--batches", batches, usual.batches),
     )
     chosen = () if peers == "none" else tuple(peers.split(",")) if peers else None
     setting = Setting(
@@ -123,9 +118,8 @@ def trace(
 ) -> None:
     """Whole rollouts to their last response: every tuner, and an oracle, against plain decoding."""
     from ratoon.bench.trace import run
-    from ratoon.cli.study import numbers
 
-    sizes = [int(size) for size in numbers("--batches", batches)]
+    sizes = whole_numbers("--batches", batches)
     _show(lambda: run(model, drafter=drafter, rounds=rounds, batches=sizes), as_json)
 
 
@@ -244,7 +238,7 @@ def _show(measure: Callable[[], dict[str, Any]], as_json: bool) -> None:
 
 def _rows_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each case of a benchmark."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = plain_table()
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
         is_text = all(isinstance(row.get(column), str) for row in rows)
@@ -266,7 +260,7 @@ def _without_shared(rows: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any
 
 
 def _plain_table(record: dict[str, Any]) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = plain_table(header=False)
     table.add_column(style="bold")
     for name, value in record.items():
         if not (isinstance(value, list) and value and isinstance(value[0], dict)):

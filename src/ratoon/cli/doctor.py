@@ -12,7 +12,8 @@ from typing import Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+from ratoon.cli.tables import plain_table
 
 Verdict = Literal["good", "slow", "bad"]
 _STYLES = {"good": "green", "slow": "yellow", "bad": "bold red"}
@@ -32,7 +33,7 @@ class Finding:
 def doctor() -> None:
     """Check Python, torch, the processor, memory, disk and the optional packages."""
     findings = examine()
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table(header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column()

@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ratoon.cli.options import AsJson, whole_numbers
+from ratoon.cli.tables import plain_table
+
 
 def evaluate(
     model: Annotated[Path, typer.Argument(help="Directory of the model.")],
@@ -66,11 +69,10 @@ def evaluate(
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run what the model writes, confined.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on tasks: pass@k with standard errors, or its difference from another."""
     from ratoon.cli.running import watching
-    from ratoon.cli.study import numbers
     from ratoon.errors import ConfigError
     from ratoon.evals.plan import EvalPlan
     from ratoon.evals.tasks import find_task
@@ -84,14 +86,11 @@ def evaluate(
         raise ConfigError("--system-prompt would have no effect with --no-chat-template")
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p {top_p:g}: must lie in (0, 1]")
-    ks = numbers("--k", k)
-    if any(value != int(value) for value in ks):
-        raise ConfigError(f"--k {k}: must be whole numbers")
     plan = EvalPlan(
         tasks=tuple(find_task(name) for name in names),
         data=data,
         samples=samples,
-        ks=tuple(int(value) for value in ks),
+        ks=whole_numbers("--k", k),
         params=SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k),
         max_tokens=max_tokens,
         limit=limit,
@@ -154,6 +153,6 @@ def _differences(record: dict[str, Any]) -> Table:
 
 
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = plain_table(title)
     table.add_column("task")
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from ratoon.cli.tables import plain_table
 from ratoon.loop.pretrain_plan import Plan, PlannedStage
 
 
@@ -13,7 +14,7 @@ def plan_tables(plan: Plan) -> list[Table]:
 
 
 def _facts(plan: Plan) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = plain_table(header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     model, memory = plan.model, plan.memory
@@ -41,7 +42,7 @@ def _facts(plan: Plan) -> Table:
 
 
 def _stages(plan: Plan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("steps")
     for name in ("layers", "heads", "neurons", "FLOP a step", "of full", "as the paper counts"):
         table.add_column(name, justify="right")

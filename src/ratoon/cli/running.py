@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ratoon.cli.live import make_display
+from ratoon.cli.tables import plain_table
 from ratoon.config import load_config
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.config.rl import RLConfig
@@ -70,7 +71,7 @@ def finish(folder: RunFolder) -> None:
 
 def summary_table(summary: dict[str, object]) -> Table:
     """The figures of `summary.json` with their meaning."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = plain_table(header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")

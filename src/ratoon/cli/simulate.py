@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ratoon.cli.options import AsJson, Page, whole_numbers
+from ratoon.cli.tables import plain_table
+
 _COLUMNS = (
     ("step s", "step_s", ",.1f"),
     ("to best", "to_bound", ".3f"),
@@ -48,8 +51,8 @@ def simulate(
         Path | None,
         typer.Option(help="JSON file of [rows, seconds] of a forward pass, ascending."),
     ] = None,
-    page: Annotated[Path | None, typer.Option(help="Write a plot into this HTML file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
+    page: Page = None,
+    as_json: AsJson = False,
 ) -> None:
     """Rollouts of many workers without a model: the real coordinator, planners and tuner.
 
@@ -57,7 +60,6 @@ def simulate(
     `trained` the drafter's tokens, `CPU` the coordinator's processor time, also as a share of the
     step.
     """
-    from ratoon.cli.study import whole_numbers
     from ratoon.observe.files import write_atomically
     from ratoon.report.simulation import render_simulation
     from ratoon.simulate.scenarios import named, with_costs, with_recorded
@@ -82,7 +84,7 @@ def simulate(
 
 def _table(record: dict[str, Any]) -> Table:
     title = f"{record['scenario']}: {record['meaning']}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = plain_table(title)
     table.add_column("workers", justify="right")
     table.add_column("planner", no_wrap=True)
     for name, _, _ in _COLUMNS:

@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ratoon.cli.options import AsJson, Page, numbers
+from ratoon.cli.tables import plain_table
+
 
 def study(
     data: Annotated[Path, typer.Argument(help="Folder that `ratoon data prepare` made.")],
@@ -41,8 +44,8 @@ def study(
     show: Annotated[
         bool, typer.Option("--show", help="Train nothing; show the finished runs in --results.")
     ] = False,
-    page: Annotated[Path | None, typer.Option(help="Write the plots into this HTML file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
+    page: Page = None,
+    as_json: AsJson = False,
 ) -> None:
     """Pretraining on subnetworks that grow, against the full model at equal seconds."""
     from ratoon.bench.study import Study, load_results, run
@@ -74,30 +77,8 @@ def study(
         Console().print(_table(record["rows"]))
 
 
-def numbers(option: str, text: str) -> tuple[float, ...]:
-    """The numbers of an option. Raises: ConfigError if one is none."""
-    from ratoon.errors import ConfigError
-
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"{option} {text}: must be numbers with commas between, such as 0.5,1"
-        ) from None
-
-
-def whole_numbers(option: str, text: str, least: int, most: int) -> list[int]:
-    """The whole numbers of an option, each within bounds. Raises: ConfigError if one is not."""
-    from ratoon.errors import ConfigError
-
-    found = numbers(option, text)
-    if not all(value == int(value) and least <= value <= most for value in found):
-        raise ConfigError(f"{option} {text}: must be whole numbers from {least} to {most}")
-    return [int(value) for value in found]
-
-
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in ("arm", "seconds", "lr", "seeds", "Mtokens", "TFLOP", "loss", "against full"):
         table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for row in rows:
