@@ -127,7 +127,7 @@ def test_an_unknown_arm_or_a_study_without_the_full_model_is_refused(tmp_path: P
         (["--lrs", "0"], "lrs: 0 must be a learning rate > 0"),
         (["--budgets", "1,x"], "--budgets 1,x: must be numbers"),
         (["--budgets", "0"], "budgets: 0 must be a share > 0"),
-        (["--budgets", "inf"], "budgets: inf must be a share > 0"),
+        (["--budgets", "inf"], "--budgets inf: must be numbers"),
         ([], "cannot be read"),
         (["--show"], "holds no finished run"),
     ],

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+
+def as_ratio(interval: Mapping[str, float]) -> dict[str, float]:
+    """An interval of a ratio's median, under the names that records have."""
+    return {"ratio": interval["median"], "low": interval["low"], "high": interval["high"]}
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> dict[str, float]:

@@ -7,7 +7,6 @@ stated beside it. Results are stored one by one, so that a study that was interr
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from ratoon.bench.recorded import (
 from ratoon.bench.responses import DEPTH, Responses, wide_tree
 from ratoon.drafter.model import default_taps
 from ratoon.errors import ConfigError
-from ratoon.observe.files import write_atomically
+from ratoon.observe.files import digest, write_atomically
 from ratoon.observe.provenance import provenance
 from ratoon.rollout.native.engine import Finished
 from ratoon.speculation.calibration import Calibration
@@ -99,7 +98,7 @@ def run(
     rows = {}
     missing = {}
     for name, recipe in wanted.items():
-        file = results / f"recipe-{_digest([setting, asdict(recipe)])}.json"
+        file = results / f"recipe-{digest([setting, asdict(recipe)])[:12]}.json"
         if file.exists():
             rows[name] = json.loads(file.read_text(encoding="utf-8"))
         else:
@@ -145,8 +144,3 @@ def _row(
         "training_tokens_per_s": tokens / seconds,
         "entropy_per_token": entropy(held_out),
     }
-
-
-def _digest(values: Any) -> str:
-    text = json.dumps(values, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

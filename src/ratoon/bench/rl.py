@@ -11,7 +11,6 @@ that it depends on, so a benchmark that was interrupted goes on by the same comm
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import resource
 import shutil
@@ -26,9 +25,10 @@ from ratoon.config import build_config, resolved_yaml
 from ratoon.config.rl import RLConfig
 from ratoon.errors import ConfigError
 from ratoon.loop.rl_run import run_rl
+from ratoon.loop.rl_summary import step_records
 from ratoon.models.compute_dtype import with_dtype
 from ratoon.observe.completions import completions_path
-from ratoon.observe.files import read_lines, to_json, write_atomically
+from ratoon.observe.files import digest, read_lines, to_json, write_atomically
 from ratoon.observe.observer import Observer
 from ratoon.observe.provenance import provenance
 from ratoon.observe.run_folder import RunFolder
@@ -185,8 +185,7 @@ def _cell(
 
 def _named(config: RLConfig, label: str) -> RLConfig:
     depends = config.model_dump(mode="json", exclude={"name", "output_dir"})
-    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:8]
-    return config.model_copy(update={"name": f"{label}-{digest}"})
+    return config.model_copy(update={"name": f"{label}-{digest(depends)[:8]}"})
 
 
 def _train(config: RLConfig) -> RunFolder:
@@ -204,11 +203,8 @@ def _train(config: RLConfig) -> RunFolder:
 def _steps(folder: RunFolder) -> list[dict[str, Any]]:
     """Each step's figures, and a hash of its responses."""
     rows = []
-    for record in read_lines(folder.metrics, "step"):
-        step = record["step"]
-        if step == 0 or "time/step_s" not in record:
-            continue
-        path = completions_path(folder.completions, "train", step)
+    for record in step_records(folder):
+        path = completions_path(folder.completions, "train", record["step"])
         ids = [row["token_ids"] for row in read_lines(path, "token_ids")]
         figures = {short: record.get(name) for name, short in _STEP_METRICS.items()}
         tokens = {
@@ -216,8 +212,7 @@ def _steps(folder: RunFolder) -> list[dict[str, Any]]:
             "tokens": sum(map(len, ids)),
             "longest": max(map(len, ids)),
         }
-        digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
-        rows.append({"step": step, **figures, **tokens, "said": digest})
+        rows.append({"step": record["step"], **figures, **tokens, "said": digest(ids)[:16]})
     return rows
 
 

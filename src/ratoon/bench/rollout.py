@@ -10,7 +10,6 @@ benchmark that was interrupted goes on by the same command.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from ratoon.bench.timing import worker_pool
 from ratoon.config.speculation import Speculation
 from ratoon.errors import ConfigError
 from ratoon.models.hf_config import read_config, read_json
-from ratoon.observe.files import write_atomically
+from ratoon.observe.files import digest, files_of, write_atomically
 from ratoon.observe.provenance import provenance, usable_cores
 
 # Live sequences, and their tokens, where the step from plain to speculative decoding is measured.
@@ -156,15 +155,17 @@ class _Cells:
         self._depends = {
             **asdict(setting),
             "tokens": TOKENS,
-            "files": [_state(path) for path in (setting.model, setting.drafter, setting.assistant)],
+            "files": [
+                [] if path is None else files_of(path)
+                for path in (setting.model, setting.drafter, setting.assistant)
+            ],
             **{name: origin[name] for name in ("code", "versions", "machine")},
         }
         folder.mkdir(parents=True, exist_ok=True)
 
     def file(self, case: dict[str, Any]) -> Path:
         """Where a case is stored."""
-        text = json.dumps({**self._depends, "case": case}, sort_keys=True, default=str)
-        return self._folder / f"case-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+        return self._folder / f"case-{digest({**self._depends, 'case': case})[:12]}.json"
 
     def store(self, case: dict[str, Any], cell: dict[str, Any]) -> None:
         """Keep what was measured."""
@@ -174,9 +175,3 @@ class _Cells:
         """What was measured."""
         cell: dict[str, Any] = json.loads(self.file(case).read_text(encoding="utf-8"))
         return cell
-
-
-def _state(folder: Path | None) -> list[tuple[str, int, int]]:
-    """What tells that a directory's files are others than before."""
-    files = [] if folder is None else sorted(file for file in folder.glob("*") if file.is_file())
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratoon.bench.intervals import median_interval
+from ratoon.bench.intervals import as_ratio, median_interval
 from ratoon.bench.rollout_case import ASSISTED, PEERS, PROMPT_LOOKUP, Setting
 from ratoon.bench.timing import ratio_interval
 
@@ -77,7 +77,7 @@ def summarise(
         "adaptive_vs_plain": [_guessing(cell, "adaptive") for cell in cells],
         "bandwidth_share": [_bandwidth(cell) for cell in cells if "read" in cell["rates"]],
         "selection_share": [
-            {**cell["case"], **_named(median_interval(cell["selection_share"]))} for cell in cells
+            {**cell["case"], **as_ratio(median_interval(cell["selection_share"]))} for cell in cells
         ],
         "switch_plain_to_speculative_steps": [_switch(cell) for cell in switches],
     }
@@ -121,7 +121,7 @@ def _ratio(cell: dict[str, Any], arm: str, other: str) -> Row:
         **cell["case"],
         f"{arm}_tokens_per_s": median_interval(ours)["median"],
         f"{other}_tokens_per_s": median_interval(theirs)["median"],
-        **_named(ratio_interval(ours, theirs)),
+        **as_ratio(ratio_interval(ours, theirs)),
     }
 
 
@@ -139,7 +139,7 @@ def _bandwidth(cell: dict[str, Any]) -> Row:
         **cell["case"],
         "step_megabytes": cell["step_bytes"] / 1e6,
         "read_gb_per_s": median_interval(read)["median"] / 1e9,
-        **_named(ratio_interval(needed, read)),
+        **as_ratio(ratio_interval(needed, read)),
     }
 
 
@@ -152,11 +152,7 @@ def _switch(cell: dict[str, Any]) -> Row:
         for name in ("plain", "first", "steady")
     }
     plain = [one["plain_s"] for one in rounds]
-    return {**cell["case"], **milliseconds, **_named(ratio_interval(extra, plain))}
-
-
-def _named(interval: dict[str, float]) -> Row:
-    return {"ratio": interval["median"], "low": interval["low"], "high": interval["high"]}
+    return {**cell["case"], **milliseconds, **as_ratio(ratio_interval(extra, plain))}
 
 
 def _same_across_threads(cells: Sequence[dict[str, Any]]) -> bool | str:

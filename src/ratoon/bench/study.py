@@ -10,7 +10,6 @@ The first seed tries every learning rate, the others take the best of each arm a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -33,9 +32,11 @@ from ratoon.errors import ConfigError
 from ratoon.est.schedule import Stage
 from ratoon.loop.pretrain_run import pretrain
 from ratoon.loop.pretrain_setup import open_data
+from ratoon.observe.files import digest, write_atomically
 from ratoon.observe.observer import Observer
 from ratoon.observe.provenance import provenance
 from ratoon.observe.run_folder import RunFolder
+from ratoon.observe.sinks import read_steps
 
 TIMES = "times.json"
 TIMING_ROUNDS = 9
@@ -161,7 +162,7 @@ def _times(study: Study, say: Say) -> Times:
                 (layers, heads, neurons, scale * seconds)
                 for layers, heads, neurons, seconds in found[arm]
             ]
-        path.write_text(json.dumps(times, indent=2) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(times, indent=2) + "\n")
     return times
 
 
@@ -210,8 +211,8 @@ def cell_config(study: Study, times: Times, cell: Cell) -> PretrainConfig:
     steps = num_steps(make(1000, "draft"), times[cell.arm], seconds)
     draft = make(steps, "draft").model_dump(mode="json", exclude={"output_dir", "data"})
     data = TokenFile(study.data / TRAIN, 1).header.sha256
-    digest = hashlib.sha256(json.dumps([draft, data], sort_keys=True).encode()).hexdigest()[:8]
-    return make(steps, f"cell-{cell.arm}-{cell.budget:g}-{cell.lr:g}-{cell.seed}-{digest}")
+    name = f"cell-{cell.arm}-{cell.budget:g}-{cell.lr:g}-{cell.seed}"
+    return make(steps, f"{name}-{digest([draft, data])[:8]}")
 
 
 def run_cell(cell: Cell, config: PretrainConfig, times: Times, results: Path) -> dict[str, Any]:
@@ -239,9 +240,7 @@ def run_cell(cell: Cell, config: PretrainConfig, times: Times, results: Path) ->
         "curve": curve,
         "provenance": provenance(config.seed),
     }
-    draft = results / f"{config.name}.part"
-    draft.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    draft.replace(results / f"{config.name}.json")
+    write_atomically(results / f"{config.name}.json", json.dumps(result) + "\n")
     shutil.rmtree(path)
     return result
 
@@ -256,10 +255,7 @@ def _curve(
 
     A probe's operations take as long as those of full steps.
     """
-    seen: dict[int, dict[str, float]] = {}
-    for line in folder.metrics.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        seen.setdefault(record["step"], {}).update(record)
+    seen = read_steps(folder.metrics)
     end = seen[max(seen)]
     full_step_flops = end["pretrain/flops"] / (1.0 - end["pretrain/saved_frac"]) / max(seen)
     return [
@@ -271,6 +267,6 @@ def _curve(
             + record.get("pretrain/probe_flops", 0.0) / full_step_flops * full_step_s,
             "loss": record["pretrain/eval_loss"],
         }
-        for step, record in sorted(seen.items())
+        for step, record in seen.items()
         if "pretrain/eval_loss" in record
     ]

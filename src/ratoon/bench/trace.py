@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ratoon.bench.intervals import median_interval
+from ratoon.bench.intervals import as_ratio, median_interval
 from ratoon.bench.subject import MAX_TOKENS, Subject, load_subject
 from ratoon.bench.timing import interleaved, ratio_interval, worker_pool
 from ratoon.cluster.tuners import largest_of, make_tuner
@@ -67,7 +67,7 @@ def _measure(
         seconds = {name: [one.seconds for one in arm] for name, arm in results.items()}
         rows += [_row(size, name, results[name], seconds) for name in results]
         ratio = ratio_interval(seconds["oracle"], seconds["cost_model"])
-        against_oracle.append({"live_batch": size, **_named(ratio)})
+        against_oracle.append({"live_batch": size, **as_ratio(ratio)})
     gained = {row["live_batch"]: row["low"] for row in rows if row["tuner"] == "cost_model"}
     return {
         "benchmark": "trace",
@@ -92,13 +92,9 @@ def _row(
         "live_batch": size,
         "tuner": name,
         "seconds": median_interval(seconds[name])["median"],
-        **_named(ratio_interval(seconds["plain"], seconds[name])),
+        **as_ratio(ratio_interval(seconds["plain"], seconds[name])),
         "tokens_per_row": tokens / sum(rollout.rows for rollout in rollouts),
     }
-
-
-def _named(interval: dict[str, float]) -> dict[str, float]:
-    return {"ratio": interval["median"], "low": interval["low"], "high": interval["high"]}
 
 
 class Rollout:

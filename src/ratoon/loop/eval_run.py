@@ -6,7 +6,6 @@ responses: each is a function of its prompt and its key.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +34,15 @@ from ratoon.loop.setup import load_tokenizer, num_workers, report_numerics
 from ratoon.models.compute_dtype import fast_dtype
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
-from ratoon.observe.files import FolderLock, read_lines, to_json, write_atomically, write_lines
+from ratoon.observe.files import (
+    FolderLock,
+    digest,
+    files_of,
+    read_lines,
+    to_json,
+    write_atomically,
+    write_lines,
+)
 from ratoon.observe.observer import Observer
 from ratoon.records import Completion, Prompt, Stream
 from ratoon.rl.rewards import build_rewards
@@ -188,11 +195,7 @@ def _open(output: Path, models: Sequence[Path], plan: EvalPlan) -> None:
 
 def _fingerprint(path: Path) -> dict[str, str]:
     """Which model this is: where it lies, and when its files were written."""
-    total = hashlib.sha256()
-    for file in sorted(path.glob("*")):
-        status = file.stat()
-        total.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return {"path": str(path.resolve()), "files": total.hexdigest()[:16]}
+    return {"path": str(path.resolve()), "files": digest(files_of(path))[:16]}
 
 
 def _evaluate(

@@ -9,8 +9,8 @@ from typing import Any
 
 from ratoon.evals.statistics import paired_difference
 from ratoon.loop.replay import Replay
-from ratoon.observe.files import read_lines
 from ratoon.observe.run_folder import RunFolder
+from ratoon.observe.sinks import read_steps
 
 Record = dict[str, Any]
 
@@ -26,10 +26,8 @@ class Findings:
 
 def step_records(folder: RunFolder) -> list[Record]:
     """The metrics of all RL steps, in their order."""
-    records: dict[int, Record] = {}
-    for row in read_lines(folder.metrics, "step"):
-        records.setdefault(row["step"], {}).update(row)
-    return [records[step] for step in sorted(records) if "time/step_s" in records[step]]
+    records = read_steps(folder.metrics).values()
+    return [record for record in records if "time/step_s" in record]
 
 
 def figures_of(records: Sequence[Record], findings: Findings) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,18 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
         ValueError: the value holds one.
     """
     return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+def digest(values: Any) -> str:
+    """SHA-256 in hex of JSON values; what is none counts by its text."""
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def files_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of a folder's files: what tells that they are others now."""
+    files = sorted(file for file in folder.glob("*") if file.is_file())
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> None:

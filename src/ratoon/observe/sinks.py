@@ -14,6 +14,18 @@ from ratoon.observe.metrics import metric
 Values = Mapping[str, float | None]
 
 
+def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+    """The records of `metrics.jsonl` by step, in order; those of one step complete each other.
+
+    Raises: DataError if a line is damaged.
+    """
+    merged: dict[int, dict[str, Any]] = {}
+    for row in read_lines(path, "step"):
+        record = merged.setdefault(row["step"], {})
+        record |= {k: v for k, v in row.items() if v is not None or k not in record}
+    return dict(sorted(merged.items()))
+
+
 class StepsFile:
     """Appends records, each of which names its step."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ratoon.errors import DataError
 from ratoon.observe.files import read_lines
 from ratoon.observe.run_folder import RunFolder
+from ratoon.observe.sinks import read_steps
 from ratoon.observe.timeline import read_events
 
 
@@ -100,12 +100,13 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 
 def _metrics(path: Path) -> dict[int, dict[str, float]]:
-    merged: dict[int, dict[str, float]] = defaultdict(dict)
-    if path.is_file():
-        for row in read_lines(path, "step"):
-            values = {k: v for k, v in row.items() if k != "step" and v is not None}
-            merged[row["step"]] |= values
-    return dict(merged)
+    """What was measured, by step."""
+    if not path.is_file():
+        return {}
+    return {
+        step: {k: v for k, v in row.items() if k != "step" and v is not None}
+        for step, row in read_steps(path).items()
+    }
 
 
 def _spans(path: Path) -> list[Span]:
