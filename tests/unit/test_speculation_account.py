@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from ratoon.cli.explain import rollout_line
 from ratoon.errors import DataError
-from ratoon.observe.rollouts import RolloutRecord, WorkerSteps, as_json, read_rollouts
+from ratoon.observe.rollouts import RolloutRecord, WorkerSteps, read_rollouts
 from ratoon.speculation.account import StepAccount, live_range
 from ratoon.speculation.cost_model import CostModelTuner, Latency
 from ratoon.speculation.strategy import PLAIN, Strategy
@@ -130,7 +131,7 @@ def test_a_record_comes_back_from_its_line(tmp_path: Path) -> None:
     written = record([account.result(tuner), WorkerSteps()])
     path = tmp_path / "rollouts.jsonl"
     assert list(read_rollouts(path)) == []
-    path.write_text(json.dumps(as_json(written)) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(asdict(written)) + "\n", encoding="utf-8")
     assert list(read_rollouts(path)) == [written]
     path.write_text('{"step": 1, "split": "train", "workers": []}\n', encoding="utf-8")
     with pytest.raises(DataError, match="line 1"):

@@ -1,4 +1,4 @@
-"""The card of a model that reinforcement learning trained, with what a check of the run found."""
+"""Cards of trained models, and what a check of the run found in that of an RL run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratoon.config import resolved_yaml
+from ratoon.config.pretrain import PretrainConfig
 from ratoon.config.rl import RLConfig
 from ratoon.loop.certificate import Certificate
 from ratoon.observe.files import write_atomically
@@ -15,37 +16,17 @@ CARD = "README.md"
 _CERTIFICATE = "**Certificate:** "
 
 
-def write_card(folder: RunFolder, config: RLConfig, figures: Mapping[str, Any]) -> None:
-    """Write the saved model's card; `figures` are those of the summary."""
-    write_atomically(folder.model / CARD, rl_card(config, figures))
-
-
-def rl_card(config: RLConfig, figures: Mapping[str, Any]) -> str:
-    """What a reader of the model's page must know, in the hub's format."""
-    algorithm = config.algorithm
-    before, after = figures["reward_before"], figures["reward_after"]
-    reward = "not measured" if before is None or after is None else f"{before:.3f} → {after:.3f}"
-    if figures["reward_diff_stderr"] is not None:
-        reward += f" (standard error of the difference {figures['reward_diff_stderr']:.3f})"
+def hub_card(config: PretrainConfig | RLConfig, tag: str, text: str) -> str:
+    """A model's page in the hub's format: what it says of the model, and its configuration."""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [ratoon, reinforcement-learning]
+tags: [ratoon, {tag}]
 ---
 
 # {config.name}
 
-{config.model.path.name}, trained with Ratoon by reinforcement learning ({algorithm.name}).
-
-| | |
-| --- | --- |
-| steps | {config.steps:,}, of {algorithm.prompts_per_step} prompts with {algorithm.group_size} \
-responses each |
-| temperature | {config.sampling.temperature:g} |
-| held-out reward | {reward} |
-| numerics | {figures["numerics"]} |
-
-{_CERTIFICATE}not made; `ratoon verify` checks the stored responses against the stored weights.
+{text}
 
 <details><summary>Configuration</summary>
 
@@ -55,6 +36,33 @@ responses each |
 
 </details>
 """
+
+
+def write_card(folder: RunFolder, config: RLConfig, figures: Mapping[str, Any]) -> None:
+    """Write the saved model's card; `figures` are those of the summary."""
+    write_atomically(folder.model / CARD, rl_card(config, figures))
+
+
+def rl_card(config: RLConfig, figures: Mapping[str, Any]) -> str:
+    """What a reader of the model's page must know."""
+    algorithm = config.algorithm
+    before, after = figures["reward_before"], figures["reward_after"]
+    reward = "not measured" if before is None or after is None else f"{before:.3f} → {after:.3f}"
+    if figures["reward_diff_stderr"] is not None:
+        reward += f" (standard error of the difference {figures['reward_diff_stderr']:.3f})"
+    text = f"""{config.model.path.name}, trained with Ratoon by reinforcement learning \
+({algorithm.name}).
+
+| | |
+| --- | --- |
+| steps | {config.steps:,}, of {algorithm.prompts_per_step} prompts with {algorithm.group_size} \
+responses each |
+| temperature | {config.sampling.temperature:g} |
+| held-out reward | {reward} |
+| numerics | {figures["numerics"]} |
+
+{_CERTIFICATE}not made; `ratoon verify` checks the stored responses against the stored weights."""
+    return hub_card(config, "reinforcement-learning", text)
 
 
 def certify_card(folder: RunFolder, certificate: Certificate) -> None:

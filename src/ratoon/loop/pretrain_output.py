@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratoon.config import resolved_yaml
 from ratoon.config.pretrain import PretrainConfig
 from ratoon.errors import CheckpointError, ConfigError
 from ratoon.est.adaptive import AdaptiveSchedule
 from ratoon.est.schedule import Stage
 from ratoon.loop.accounting import Account
 from ratoon.loop.checkpoints import latest_checkpoint, whole_checkpoint
+from ratoon.loop.model_card import CARD, hub_card
 from ratoon.loop.pretrain_setup import Data, Evolution, learning_rate
 from ratoon.models.compute_dtype import DTYPES
 from ratoon.models.decoder import Decoder
@@ -126,7 +126,7 @@ def save_pretrained(
             if (config.data.path / name).is_file() and not (part / name).exists():
                 shutil.copyfile(config.data.path / name, part / name)
         card = model_card(config, decoder, metrics, stages)
-        (part / "README.md").write_text(card, encoding="utf-8")
+        (part / CARD).write_text(card, encoding="utf-8")
 
 
 def model_card(
@@ -135,7 +135,7 @@ def model_card(
     metrics: Mapping[str, float],
     stages: Sequence[Stage],
 ) -> str:
-    """What a reader of the model's page must know, in the hub's format."""
+    """What a reader of the model's page must know."""
     shape = decoder.config
     count = sum(p.numel() for p in decoder.parameters())
     how = "as a whole"
@@ -149,15 +149,7 @@ def model_card(
     saved = metrics.get("pretrain/saved_frac", 0.0)
     loss = metrics.get("pretrain/eval_loss")
     held_out = "not measured" if loss is None else f"{loss:.4f} nats per token"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [ratoon, pretraining]
----
-
-# {config.name}
-
-A {shape.family} model of {count:,} parameters ({shape.num_layers} layers, width \
+    text = f"""A {shape.family} model of {count:,} parameters ({shape.num_layers} layers, width \
 {shape.hidden_size}, vocabulary {shape.vocab_size:,}), pretrained with Ratoon {how}.
 
 | | |
@@ -169,13 +161,5 @@ A {shape.family} model of {count:,} parameters ({shape.num_layers} layers, width
 | time of training | {metrics.get("pretrain/train_s", 0.0):,.0f} s |
 
 It is a plain model: it needs nothing of Ratoon to run. It was trained to continue text, not to
-follow instructions, and repeats what its data held.
-
-<details><summary>Configuration</summary>
-
-```yaml
-{resolved_yaml(config).rstrip()}
-```
-
-</details>
-"""
+follow instructions, and repeats what its data held."""
+    return hub_card(config, "pretraining", text)

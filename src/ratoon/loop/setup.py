@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
-
-import psutil
 
 from ratoon.cluster.exchange import exchange_bytes
 from ratoon.cluster.local import LocalWorkers
@@ -24,6 +21,7 @@ from ratoon.models.compute_dtype import DTYPES, with_dtype
 from ratoon.models.hf_config import read_config
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.observer import Observer
+from ratoon.observe.provenance import usable_cores
 from ratoon.records import Prompt
 from ratoon.sampling.stop_strings import check_stop_strings
 from ratoon.sampling.transforms import check_ids
@@ -36,11 +34,7 @@ def num_workers(workers: Workers) -> int:
     """The configured number of processes, or as many as the usable cores have room for."""
     if workers.count is not None:
         return workers.count
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = psutil.cpu_count(logical=False) or 1
-    return max(1, cores // workers.threads)
+    return max(1, usable_cores() // workers.threads)
 
 
 def with_machine(config: Config) -> Config:

@@ -126,7 +126,6 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens": Metric("tokens", "Response tokens generated in the step"),
     "rollout/tokens_per_s": Metric("tokens/s", "Generation speed, all workers together"),
     "rollout/decode_steps": Metric("steps", "Forward passes of the policy while decoding"),
-    "rollout/flips": Metric("tokens", "Tokens that rounding changed, in tolerant numerics"),
     "planner/length_error": Metric(
         "", "Mean error of predicted response lengths, as a share of the mean length"
     ),
@@ -148,8 +147,8 @@ METRICS: dict[str, Metric] = {
     "drafter/optimizer_steps": Metric("steps", "Drafter optimizer steps in this step"),
     "drafter/versions": Metric("versions", "Drafter versions sent to decoding workers"),
     "time/step_s": Metric("s", "Time of the whole step"),
-    "time/rollout_s": Metric("s", "Time from the first to the last generated token"),
-    "time/reward_s": Metric("s", "Time spent waiting for rewards after the last token"),
+    "time/rollout_s": Metric("s", "Time of generating, all rounds of drawing together"),
+    "time/reward_s": Metric("s", "Time spent waiting for rewards after a round's last token"),
     "time/update_s": Metric("s", "Time of the policy update"),
     "time/weights_s": Metric("s", "Time to hand new weights to the engines"),
     "time/evaluation_s": Metric("s", "Time of the held-out evaluation"),

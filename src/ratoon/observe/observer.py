@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from types import TracebackType
 
 from ratoon.clock import Clock, MonotonicClock
 from ratoon.observe.completions import Split, StoredCompletion, write_completions
 from ratoon.observe.display import Display, Silent, Status
 from ratoon.observe.files import FolderLock
-from ratoon.observe.rollouts import RolloutRecord, as_json
+from ratoon.observe.rollouts import RolloutRecord
 from ratoon.observe.run_folder import RunFolder
 from ratoon.observe.sinks import MetricsFile, StepsFile, Values
 from ratoon.observe.timeline import Activity, Timeline
@@ -96,7 +97,7 @@ class Observer:
         """Record what a rollout's decode steps were."""
         if self._folder:
             self._rollouts = self._rollouts or StepsFile(self._folder.rollouts)
-            self._rollouts.append(as_json(record))
+            self._rollouts.append(asdict(record))
 
     def resume_after(self, step: int) -> None:
         """Forget everything later than `step`, the step of the checkpoint resumed from."""

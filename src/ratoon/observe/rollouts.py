@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,11 +114,6 @@ class RolloutRecord:
     kernels: str
     off: str | None
     workers: list[WorkerSteps]
-
-
-def as_json(record: RolloutRecord) -> dict[str, Any]:
-    """A line of `rollouts.jsonl`."""
-    return asdict(record)
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:

@@ -41,15 +41,6 @@ class PromptQueue:
         self._waiting.append(request)
         self._siblings[request.prompt_ids] += 1
 
-    def drop_all(self) -> list[Request]:
-        """Take back everything that has not started."""
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        self._siblings.clear()
-        self._computed.clear()
-        self._done = 0
-        return waiting
-
     def use_model(self, model: InferenceModel) -> None:
         """Read other weights from here on; prompts computed with the old ones are forgotten."""
         self._model = model
