@@ -13,62 +13,70 @@ from rich.table import Table
 from ratoon.cli.options import AsJson, whole_numbers
 from ratoon.cli.tables import plain_table
 
+Model = Annotated[Path, typer.Argument(help="Directory of the model.")]
+Tasks = Annotated[
+    str,
+    typer.Option(help="With commas: gsm8k, math500, svamp, multiarith, mbpp, reasoning-gym:NAME."),
+]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder of the tasks' files; see docs/evaluation.md.")
+]
+Against = Annotated[
+    Path | None, typer.Option(help="Another model, to compare with on the same noise.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of responses and grades; an evaluation that was ended goes on there. "
+        "Default: runs/eval_ and the model's name."
+    ),
+]
+Samples = Annotated[int, typer.Option(min=1, help="Responses to each prompt.")]
+K = Annotated[str, typer.Option(help="The k of pass@k, with commas.")]
+Temperature = Annotated[
+    float, typer.Option(min=0, max=10, help="0 = the likeliest token each time.")
+]
+TopP = Annotated[
+    float, typer.Option(help="Draw from the likeliest tokens of this mass, in (0, 1].")
+]
+TopK = Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens; 0 = all.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Longest response. Default: the task's own.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="The first prompts of each task only.")]
+FewShot = Annotated[int, typer.Option(min=0, help="Worked examples before each prompt (gsm8k).")]
+SystemPrompt = Annotated[str | None, typer.Option(help="Instead of the tasks' own instructions.")]
+ChatTemplate = Annotated[
+    bool, typer.Option(help="Show prompts in the model's chat template, if it has one.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the noise.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each core.")]
+Batch = Annotated[int, typer.Option(min=1, help="Live sequences of each process.")]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code-execution", help="Run what the model writes, confined.")
+]
+
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Directory of the model.")],
-    tasks: Annotated[
-        str,
-        typer.Option(
-            help="With commas: gsm8k, math500, svamp, multiarith, mbpp, reasoning-gym:NAME."
-        ),
-    ],
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of the tasks' files; see docs/evaluation.md.")
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option(help="Another model, to compare with on the same noise.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of responses and grades; an evaluation that was ended goes on there. "
-            "Default: runs/eval_ and the model's name."
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
-    k: Annotated[str, typer.Option(help="The k of pass@k, with commas.")] = "1",
-    temperature: Annotated[
-        float, typer.Option(min=0, max=10, help="0 = the likeliest token each time.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw from the likeliest tokens of this mass, in (0, 1].")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Draw from so many likeliest tokens; 0 = all.")
-    ] = 0,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest response. Default: the task's own.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="The first prompts of each task only.")
-    ] = None,
-    few_shot: Annotated[
-        int, typer.Option(min=0, help="Worked examples before each prompt (gsm8k).")
-    ] = 0,
-    system_prompt: Annotated[
-        str | None, typer.Option(help="Instead of the tasks' own instructions.")
-    ] = None,
-    chat_template: Annotated[
-        bool, typer.Option(help="Show prompts in the model's chat template, if it has one.")
-    ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes. Default: one for each core.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Live sequences of each process.")] = 32,
-    allow_code_execution: Annotated[
-        bool, typer.Option("--allow-code-execution", help="Run what the model writes, confined.")
-    ] = False,
+    model: Model,
+    tasks: Tasks,
+    data: Data = None,
+    against: Against = None,
+    output: Output = None,
+    samples: Samples = 1,
+    k: K = "1",
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    max_tokens: MaxTokens = None,
+    limit: Limit = None,
+    few_shot: FewShot = 0,
+    system_prompt: SystemPrompt = None,
+    chat_template: ChatTemplate = True,
+    seed: Seed = 0,
+    workers: Workers = None,
+    batch: Batch = 32,
+    allow_code_execution: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on tasks: pass@k with standard errors, or its difference from another."""
