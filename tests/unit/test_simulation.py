@@ -199,7 +199,17 @@ def test_a_table_of_costs_is_checked(tmp_path: Path) -> None:
     fast = with_costs(SMALL, path)
     faster = rows_of(run_study(fast, [2], steps=2))["static"]["step_s"]
     assert faster < rows_of(run_study(SMALL, [2], steps=2))["static"]["step_s"]
-    for wrong in ("[[2, 0.01]]", "[[1, 0.01], [1, 0.02]]", "[[1, 0]]", "{}", "[1]", "no"):
+    for wrong in (
+        "[[2, 0.01]]",
+        "[[1, 0.01], [1, 0.02]]",
+        "[[1, 0]]",
+        "[[1, NaN], [2, -1]]",
+        "[[1, Infinity]]",
+        "[[Infinity, 1]]",
+        "{}",
+        "[1]",
+        "no",
+    ):
         path.write_text(wrong)
         with pytest.raises(DataError, match=r"costs\.json"):
             with_costs(SMALL, path)

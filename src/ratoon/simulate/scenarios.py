@@ -161,12 +161,13 @@ def with_costs(base: Scenario, path: Path) -> Scenario:
     """
     try:
         points = [(int(rows), float(seconds)) for rows, seconds in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise DataError(
             f"{path}: must be JSON such as [[1, 0.041], [8, 0.053]] ({error})"
         ) from None
     ascending = all(low[0] < high[0] for low, high in pairwise(points))
-    if not points or not ascending or points[0][0] != 1 or min(s for _, s in points) <= 0:
+    are_times = all(0 < seconds < math.inf for _, seconds in points)
+    if not points or not ascending or points[0][0] != 1 or not are_times:
         raise DataError(
             f"{path}: rows must ascend from 1, and seconds be positive, as in "
             "[[1, 0.041], [8, 0.053]]"
