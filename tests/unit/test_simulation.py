@@ -191,6 +191,9 @@ def test_recorded_lengths_are_those_of_a_run(tmp_path: Path) -> None:
     assert rows_of(run_study(recorded, [2], steps=2))["static"]["step_s"] > 0
     with pytest.raises(DataError, match="no training responses"):
         with_recorded(SMALL, tmp_path / "nothing")
+    path.write_text('{"dataset": "d", "row": 1, "prompt_ids": [0], "token_ids": []}\n')
+    with pytest.raises(DataError, match=r"train_000002\.jsonl: prompt_ids and token_ids"):
+        with_recorded(SMALL, tmp_path)
 
 
 def test_a_table_of_costs_is_checked(tmp_path: Path) -> None:

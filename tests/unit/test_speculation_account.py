@@ -133,9 +133,11 @@ def test_a_record_comes_back_from_its_line(tmp_path: Path) -> None:
     assert list(read_rollouts(path)) == []
     path.write_text(json.dumps(asdict(written)) + "\n", encoding="utf-8")
     assert list(read_rollouts(path)) == [written]
-    path.write_text('{"step": 1, "split": "train", "workers": []}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="line 1"):
-        list(read_rollouts(path))
+    for wrong in ("[]", "[3]", '[{"changes": []}]', '[{"tallies": [{}], "changes": []}]'):
+        line = json.dumps(asdict(written) | {"workers": json.loads(wrong)})
+        path.write_text(line.replace("seconds", "minutes") if wrong == "[]" else line)
+        with pytest.raises(DataError, match="line 1: is no record of a rollout"):
+            list(read_rollouts(path))
 
 
 def test_one_line_says_what_guessing_did_or_who_switched_it_off() -> None:

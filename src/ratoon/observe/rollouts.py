@@ -126,7 +126,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
     for number, row in enumerate(read_lines(path, "step", "split", "workers"), start=1):
         try:
             yield RolloutRecord(**row | {"workers": [_worker(item) for item in row["workers"]]})
-        except TypeError as error:
+        except (KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number}: is no record of a rollout ({error})") from None
 
 

@@ -178,15 +178,17 @@ def with_costs(base: Scenario, path: Path) -> Scenario:
 def with_recorded(base: Scenario, run: Path) -> Scenario:
     """The same with the lengths of a run's training responses, and of its prompts.
 
-    Raises: DataError if the run's folder holds none.
+    Raises: DataError if the run's folder holds none, or they are damaged.
     """
     by_prompt: dict[tuple[str, int], list[int]] = {}
     prompts = []
     for path in sorted((run / "completions").glob("train_*.jsonl")):
         for row in read_lines(path, "dataset", "row", "prompt_ids", "token_ids"):
-            own = by_prompt.setdefault((row["dataset"], row["row"]), [])
-            own.append(len(row["token_ids"]))
-            prompts.append(len(row["prompt_ids"]))
+            prompt, response = row["prompt_ids"], row["token_ids"]
+            if not all(isinstance(ids, list) and ids for ids in (prompt, response)):
+                raise DataError(f"{path}: prompt_ids and token_ids must be lists of ids, not empty")
+            by_prompt.setdefault((row["dataset"], row["row"]), []).append(len(response))
+            prompts.append(len(prompt))
     if not by_prompt:
         raise DataError(
             f"{run}: no training responses in completions/; give the folder of a run of `ratoon rl`"
