@@ -1,4 +1,4 @@
-"""Small files that are never half written."""
+"""Small files that are never half written, and what tells files and values from others."""
 
 from __future__ import annotations
 
