@@ -118,11 +118,14 @@ def test_recurring_prompts_are_predicted_better_each_round() -> None:
 def test_what_is_remembered_survives_json() -> None:
     memory, other = PlannerMemory(2), PlannerMemory(2)
     memory.lengths, memory.pace = taught(100, 300, 50), measured(1.0, 2.0)
-    other.load_state(json.loads(json.dumps(memory.state())))
+    kept = memory.state()
+    other.load_state(json.loads(json.dumps(kept)))
     for row in range(5):
         one, two = (m.lengths.predict(("data", row), 16, 999) for m in (memory, other))
         assert one == pytest.approx(two, rel=1e-3)
     assert other.pace.state() == memory.pace.state()
+    memory.pace.observe(0, Report(seconds=90.0, row_seconds=90.0, tokens=1000))
+    assert kept["pace"] == other.pace.state() != memory.pace.state()
     fewer = PlannerMemory(1)
     fewer.load_state(memory.state())
     assert fewer.pace.slowness(0) == memory.pace.slowness(0)

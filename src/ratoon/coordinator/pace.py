@@ -104,7 +104,11 @@ class Pace:
 
     def state(self) -> dict[str, Any]:
         """JSON values that `load_state` continues from."""
-        return {"slowness": self._slowness, "sums": self._sums, "prefill": list(self._prefill)}
+        return {
+            "slowness": list(self._slowness),
+            "sums": list(self._sums),
+            "prefill": list(self._prefill),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` gave; speeds of workers that are no more are forgotten."""
