@@ -233,6 +233,14 @@ def test_a_slow_worker_gets_what_it_finishes_in_time() -> None:
     assert [hand.worker for hand in hand_all(alone)] == [0], "the slow one would end later"
 
 
+def test_a_worker_that_seems_a_little_slower_is_not_left_idle() -> None:
+    """Where more live sequences seem to cost nothing, one worker could have them all."""
+    pace = measured(1.0, 1.2, each=0.0)
+    planner = LongestFirst(work(4, 4, 4, 4), 2, 32, taught(50, 40, 30, 20), pace)
+    given = [hand.worker for hand in hand_all(planner)]
+    assert 1 <= given.count(1) <= 2
+
+
 def test_work_is_shared_by_speed_when_all_of_it_starts_at_once() -> None:
     lengths, pace = taught(*[100] * 12), measured(1.0, 2.0)
     planner = LongestFirst(work(*[1] * 12), 2, 12, lengths, pace)

@@ -185,6 +185,12 @@ class RLConfig(Settings):
     evaluation: Evaluation = Field(Evaluation(), description="Held-out evaluation.")
     checkpoint: Checkpoints = Field(Checkpoints(), description="States to resume from.")
 
+    @property
+    def planner(self) -> Literal["longest_first", "first_come", "static"]:
+        """Who plans training rollouts: in advance where the drafter's steps must not go by time."""
+        fixed = self.spot.deterministic_steps is not None
+        return "static" if fixed else self.rollout.planner
+
     @model_validator(mode="before")
     @classmethod
     def _nothing_to_train(cls, values: Any) -> Any:

@@ -21,8 +21,10 @@ from ratoon.coordinator.planner import HandOut, Ranking, Work
 
 # A worker this much slower than the fastest is not worth waiting for; measurements err by as much.
 _TOLERANCE = 1.1
-# Live sequences always cost something, also where that was never measured.
-_LEAST_SHARE = 1e-3
+# Of what a step costs anyway: live sequences are taken to cost at least so much each. Less is
+# within the error of a line through noisy times, and would leave a worker idle that seems a little
+# slower, of which then nothing more is learned.
+_LEAST_SHARE = 1 / 16
 
 
 class LongestFirst:

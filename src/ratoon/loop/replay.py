@@ -64,7 +64,7 @@ def replay(
                     run.observer,
                     VersionLedger(policy=step - 1),
                     planned,
-                    kind=run.config.rollout.planner,
+                    kind=run.config.planner,
                     slots=run.config.rollout.max_batch,
                     step=step,
                     activity="evaluation",

@@ -149,7 +149,7 @@ def draw(run: RunContext, groups: Sequence[Group], step: int, scorer: Scorer) ->
         run.observer,
         run.ledger,
         run.planner_memory,
-        kind="static" if fixed else run.config.rollout.planner,
+        kind=run.config.planner,
         slots=run.config.rollout.max_batch,
         step=step,
         on_response=scorer.submit,
