@@ -142,7 +142,12 @@ def test_a_simulation_needs_no_model_and_refuses_what_it_does_not_know(tmp_path:
     (row,) = json.loads(out)["rows"]
     assert (row["workers"], row["planner"], row["gain"]) == (2, "static", 1.0)
     assert "static" in page.read_text(encoding="utf-8")
-    for wrong in (("calm",), ("published", "--workers", "1"), ("published", "--planners", "no")):
+    for wrong in (
+        ("calm",),
+        ("published", "--workers", "1"),
+        ("published", "--planners", "no"),
+        ("published", "--page", str(tmp_path / "no" / "page.html")),
+    ):
         code, out, err = run("simulate", *wrong)
         assert (code, out) == (2, "")
         assert err.startswith("error: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import sys
@@ -12,7 +13,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from ratoon.cli.simulate import planner_table
 from ratoon.coordinator.memory import PlannerMemory
 from ratoon.coordinator.planner import Work
 from ratoon.errors import ConfigError, DataError
@@ -223,6 +226,27 @@ def test_unknown_names_are_refused() -> None:
         named("calm")
     with pytest.raises(ConfigError, match="longest_first"):
         check_arms(["fastest"])
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    row = {
+        "workers": 1024,
+        "planner": "longest_first",
+        "step_s": 1050.0,
+        "to_bound": 1.084,
+        "gain": 1.15,
+        "idle_frac": 0.157,
+        "trained_tokens": 200_000_000,
+        "messages_per_s": 910.5,
+        "coordinator_ms": 9999,
+        "coordinator_share": 0.008,
+    }
+    file = io.StringIO()
+    console = Console(width=80, file=file)
+    console.print(planner_table({"scenario": "s", "meaning": "m", "rows": [row]}))
+    last = file.getvalue().splitlines()[-1]
+    shown = "1024 longest_first 1,050.0 1.084 1.15 15.7% 200,000,000 910.5 9,999 0.80%"
+    assert last.split() == shown.split()
 
 
 def test_the_page_shows_every_planner() -> None:

@@ -37,9 +37,10 @@ def arms(
     from ratoon.bench.rl import ARMS, Comparison, run
     from ratoon.cli.running import load_settings
     from ratoon.config import RLConfig
-    from ratoon.observe.files import write_atomically
+    from ratoon.observe.files import check_target, write_atomically
     from ratoon.report.arms import render_arms
 
+    check_target("--page", page)
     console = Console(stderr=True)
     settings = load_settings(RLConfig, config, overrides or ())
     comparison = Comparison(

@@ -49,7 +49,7 @@ def simulate(
     ] = None,
     costs: Annotated[
         Path | None,
-        typer.Option(help="JSON file of [rows, seconds] of a forward pass, ascending."),
+        typer.Option(help="JSON list of pairs, rows and seconds of a forward pass, ascending."),
     ] = None,
     page: Page = None,
     as_json: AsJson = False,
@@ -60,11 +60,12 @@ def simulate(
     `trained` the drafter's tokens, `CPU` the coordinator's processor time, also as a share of the
     step.
     """
-    from ratoon.observe.files import write_atomically
+    from ratoon.observe.files import check_target, write_atomically
     from ratoon.report.simulation import render_simulation
     from ratoon.simulate.scenarios import named, with_costs, with_recorded
     from ratoon.simulate.study import check_arms, run_study
 
+    check_target("--page", page)
     chosen = named(scenario)
     if lengths is not None:
         chosen = with_recorded(chosen, lengths)
@@ -79,13 +80,14 @@ def simulate(
     if as_json:
         typer.echo(json.dumps(record, indent=2))
     else:
-        Console().print(_table(record))
+        Console().print(planner_table(record))
 
 
-def _table(record: dict[str, Any]) -> Table:
+def planner_table(record: dict[str, Any]) -> Table:
+    """One row for each number of workers and planner; 80 columns hold it for 1,024 workers."""
     title = f"{record['scenario']}: {record['meaning']}"
-    table = plain_table(title)
-    table.add_column("workers", justify="right")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("workers", justify="right", no_wrap=True)
     table.add_column("planner", no_wrap=True)
     for name, _, _ in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)

@@ -51,9 +51,10 @@ def study(
     from ratoon.bench.study import Study, load_results, run
     from ratoon.bench.study_arms import ARMS, study_tokens
     from ratoon.bench.study_summary import summarise
-    from ratoon.observe.files import write_atomically
+    from ratoon.observe.files import check_target, write_atomically
     from ratoon.report.study import render_study
 
+    check_target("--page", page)
     console = Console(stderr=True)
     if not show:
         wanted = Study(

@@ -37,6 +37,15 @@ class FolderLock:
         os.close(self._descriptor)
 
 
+def check_target(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written, before the work that it is to hold.
+
+    Raises: ConfigError that names the option.
+    """
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(f"{option} {path}: must be a file in a folder that exists")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text`, whole or not at all, also when the machine stops midway."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -21,7 +21,14 @@ _AXES = (
     ("to_bound", "of the best possible", "Step time over what no order could beat; 1 is best."),
     ("idle_frac", "share", "Workers' time with nothing to decode; it can train the drafter."),
 )
-_COLUMNS = ("step_s", "to_bound", "gain", "idle_frac", "trained_tokens", "messages_per_s")
+_COLUMNS = {
+    "step_s": ",.1f",
+    "to_bound": ".3f",
+    "gain": ".3f",
+    "idle_frac": ".1%",
+    "trained_tokens": ",.0f",
+    "messages_per_s": ",.1f",
+}
 
 
 def render_simulation(record: dict[str, Any]) -> str:
@@ -35,7 +42,7 @@ def render_simulation(record: dict[str, Any]) -> str:
     body = (
         section("", f'<p class="lead">{escape(lead)}</p><p>{escape(about)}</p>')
         + section(
-            "Planners by number of workers, each step twice as many",
+            "Planners by log2 of the number of workers",
             f'<div class="grid-3">{charts}</div>',
         )
         + section("All figures", _table(record["rows"]))
@@ -70,7 +77,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         cells = [str(row["workers"])]
-        cells += ["–" if row[key] is None else f"{row[key]:,.3f}" for key in _COLUMNS]
+        cells += ["–" if row[k] is None else format(row[k], style) for k, style in _COLUMNS.items()]
         tail = "".join(f"<td>{cell}</td>" for cell in cells)
         lines.append(f"<tr><td>{escape(row['planner'])}</td>{tail}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
