@@ -32,6 +32,15 @@ def comparison(tmp_path: Path, *arms: str) -> Comparison:
     return Comparison(RECIPE, arms or tuple(ARMS), 1, tmp_path, tmp_path / "work")
 
 
+def test_a_recipe_that_switches_off_what_is_compared_is_refused(tmp_path: Path) -> None:
+    for section in ("speculation", "spot"):
+        values = RECIPE | {section: {"enabled": False}}
+        with pytest.raises(ConfigError, match=rf"{section}\.enabled = false"):
+            Comparison(values, tuple(ARMS), 1, tmp_path, tmp_path / "work")
+    with pytest.raises(ConfigError, match="nowhere: holds no drafter"):
+        Comparison(RECIPE, tuple(ARMS), 1, tmp_path, tmp_path / "work", Path("nowhere"))
+
+
 def cell(arm: str, number: int, rollouts: list[float], said: str = "a") -> dict[str, Any]:
     """A cell whose steps take a second besides their rollout."""
     steps = [

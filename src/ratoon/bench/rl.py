@@ -95,6 +95,14 @@ class Comparison:
                 f"arms = {', '.join(self.arms)}: {', '.join(unknown) or 'plain is missing'}; give "
                 f"{PLAIN}, which the others are compared with, and any of {', '.join(ARMS)}"
             )
+        if self.drafter is not None and not (self.drafter / "config.json").is_file():
+            raise ConfigError(f"drafter = {self.drafter}: holds no drafter; give its folder")
+        for section in ("speculation", "spot"):
+            if self.values.get(section, {}).get("enabled") is False:
+                raise ConfigError(
+                    f"{section}.enabled = false contradicts the arms, which switch it themselves; "
+                    "remove it"
+                )
 
 
 def run(comparison: Comparison, say: Say) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Matrix:
             for value in values:
                 if not least <= value <= most:
                     raise ConfigError(
-                        f"{option} {value:g}: must be {least:g} to {most:g}"
+                        f"{option} {value:g}: must be {least:g} "
+                        + (f"to {most:g}" if most < float("inf") else "or more")
                         + (", the cores of this machine" if option == "--threads" else "")
                     )
 
