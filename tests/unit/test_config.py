@@ -106,6 +106,8 @@ def test_an_algorithm_brings_its_own_defaults_which_a_file_or_an_override_may_ch
     [
         ("sampling.temprature=1", ["sampling.temprature", "did you mean `temperature`"]),
         ("kl_coef=1", ["did you mean `algorithm.kl_coef`"]),
+        ("rollout.workers=2", ["did you mean `workers`"]),
+        ("lora=true", ["lora", "True", "section", "rank, alpha"]),
         ("data.train.sise=3", ["data.train.sise", "did you mean `size`"]),
         ("rewards.0.wait=3", ["rewards.0.wait", "did you mean `weight`"]),
         ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "number"]),

@@ -33,7 +33,8 @@ def _describe(kind: type[BaseModel], values: Mapping[str, Any], detail: ErrorDet
     if problem == "value_error":
         return message if not key or message.startswith(key) else f"`{key}`: {message}"
     if problem in ("model_type", "model_attributes_type", "dict_type"):
-        return f"`{key}` = {shown}: must be a section of `key: value` lines"
+        keys = _keys(kind, detail["loc"])
+        return f"`{key}` = {shown}: must be a section of `key: value` lines{keys}"
     if problem == "too_short":
         return f"`{key}` = {shown}: needs at least {detail['ctx']['min_length']} item(s)"
     return f"`{key}` = {shown}: {re.sub(r'^(Input|String|Value) should', 'must', message)}"
@@ -100,7 +101,10 @@ def _suggestion(kind: type[BaseModel], loc: Sequence[int | str], siblings: Any) 
     if section is None:
         return ""
     allowed = list(section.model_fields)
-    elsewhere = [path for path in _key_paths(kind) if path.rpartition(".")[2] == loc[-1]]
+    elsewhere = sorted(
+        (path for path in _key_paths(kind) if path.rpartition(".")[2] == loc[-1]),
+        key=lambda path: path.count("."),
+    )
     near = difflib.get_close_matches(str(loc[-1]), allowed, n=1, cutoff=0.6) or elsewhere
     hint = f"; did you mean `{near[0]}`?" if near else "."
     free = [name for name in allowed if not isinstance(siblings, Mapping) or name not in siblings]
@@ -119,6 +123,11 @@ def _purpose(kind: type[BaseModel], loc: Sequence[int | str]) -> str:
     section = _section(kind, loc)
     field = section.model_fields.get(str(loc[-1])) if section else None
     return f": {field.description}" if field and field.description else ""
+
+
+def _keys(kind: type[BaseModel], loc: Sequence[int | str]) -> str:
+    section = _section(kind, [*loc, ""])
+    return f", with keys of {', '.join(section.model_fields)}" if section else ""
 
 
 def _short(value: Any) -> str:
