@@ -198,6 +198,9 @@ class _Checker:
     ) -> StepCheck:
         claim = Claim(self._config, split, step, self._tokenizer)
         rows = read_completions(self._folder.completions, split, step)[: self._limit]
+        if not rows:
+            path = completions_path(self._folder.completions, split, step)
+            raise DataError(f"{path} holds no whole response: the file is damaged")
         if not exact and self._tolerance is None:
             wide = self._wide(decoder)
             every = max(1, len(rows) // _MEASURED)

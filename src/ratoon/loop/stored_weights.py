@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ratoon.cluster.training_unit import TrainingUnit
 from ratoon.config.rl import RLConfig
+from ratoon.errors import DataError
 from ratoon.loop.checkpoints import checkpoints, read_checkpoint
 from ratoon.loop.setup import rl_specs
 from ratoon.models.checksum import tensors_checksum
@@ -67,10 +68,16 @@ def stored_weights(folder: RunFolder, config: RLConfig) -> dict[int, StoredWeigh
 
 
 def saved_model(folder: RunFolder) -> StoredWeights | None:
-    """The model of a run that has ended; its summary says after how many steps."""
+    """The model of a run that has ended; its summary says after how many steps.
+
+    Raises: DataError if the summary is damaged.
+    """
     if not (folder.model.is_dir() and folder.summary.is_file()):
         return None
-    steps = json.loads(folder.summary.read_text(encoding="utf-8")).get("steps")
+    try:
+        steps = json.loads(folder.summary.read_text(encoding="utf-8")).get("steps")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{folder.summary}: must hold a JSON object ({error})") from None
     return StoredWeights(steps, folder.model, in_checkpoint=False) if steps else None
 
 
