@@ -234,6 +234,17 @@ def test_figures_that_are_bad_or_absent_are_not_dressed_up(tmp_path: Path) -> No
         assert words in text
 
 
+def test_a_certificate_stands_in_for_a_replay(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo")
+    write_summary(folder.summary, summary(tokens_identical=None, replays=[]))
+    folder.certificate.write_text(
+        json.dumps({"verdict": "not verified", "tokens": 1810, "responses": 48})
+    )
+    page = write_report(folder.path).read_text(encoding="utf-8")
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
+    assert "Tokens, selected again not verified 1,810 tokens of 48 responses" in text
+
+
 def test_text_from_the_model_cannot_break_out(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path / "demo").path).read_text(encoding="utf-8")
     assert "alert(1)" in page

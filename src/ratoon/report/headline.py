@@ -24,7 +24,7 @@ def headline(run: Run) -> str:
         _reward_card(s),
         _ratio_card("Rollout, with speculation", s["rollout_speedup"], "the same step replayed"),
         _ratio_card("Whole step", s["step_speedup"], "generation, reward and update together"),
-        _tokens_card(s),
+        _tokens_card(s, run.certificate),
         _idle_card(s),
         _acceptance_card(s),
     ]
@@ -109,12 +109,18 @@ def _ratio_card(title: str, ratio: object, text: str) -> str:
     return card(title, f'<span class="{kind}">{factor:.2f}×</span> <small>{word}</small>', text)
 
 
-def _tokens_card(s: dict[str, Any]) -> str:
+def _tokens_card(s: dict[str, Any], certificate: dict[str, Any] | None) -> str:
+    """The replay without speculation, or else what `ratoon verify` found."""
     same, tokens, responses = (
         s["tokens_identical"],
         s.get("tokens_compared"),
         s.get("responses_compared"),
     )
+    if same is None and certificate is not None:
+        good = certificate["verdict"] == "verified"
+        value = f'<span class="{"good" if good else "bad"}">{escape(certificate["verdict"])}</span>'
+        text = f"{certificate['tokens']:,} tokens of {certificate['responses']:,} responses"
+        return card("Tokens, selected again", value, text)
     if same is None:
         return card("Tokens, against plain decoding", "–", "not compared")
     compared = f"{tokens:,} tokens" if isinstance(tokens, int) else "one step"

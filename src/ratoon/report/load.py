@@ -49,6 +49,7 @@ class Run:
     config_yaml: str | None
     provenance: dict[str, Any] | None
     growth: dict[str, Any] | None
+    certificate: dict[str, Any] | None
 
     @property
     def draws_responses(self) -> bool:
@@ -84,6 +85,7 @@ def load_run(path: Path) -> Run:
         config_yaml=folder.config.read_text(encoding="utf-8") if folder.config.is_file() else None,
         provenance=_json(folder.provenance),
         growth=_json(folder.growth),
+        certificate=_json(folder.certificate),
     )
 
 

@@ -284,7 +284,11 @@ def _facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     facts = []
     for name, value in provenance.items():
         if isinstance(value, dict):
-            text = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+            text = ", ".join(
+                f"{k} {('no', 'yes')[v] if isinstance(v, bool) else v}"
+                for k, v in value.items()
+                if v is not None
+            )
         elif isinstance(value, list):
             text = " ".join(str(item) for item in value)
         else:
