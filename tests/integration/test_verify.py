@@ -248,3 +248,14 @@ def test_what_cannot_be_checked_is_said(
     message = refused(run.path, "--step", "2")
     assert "the weights after step 1 are not stored" in message
     assert "checkpoint.keep" in message
+
+
+def test_a_file_that_was_cut_is_not_verified(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drop_the_last(rows: list[Row]) -> None:
+        del rows[-1]
+
+    alter(run, 2, drop_the_last)
+    assert verify(run, "--step", "2") == 2
+    assert "holds 15 responses, but the run drew at least 16" in capsys.readouterr().err

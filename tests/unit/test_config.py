@@ -124,6 +124,10 @@ def test_an_algorithm_brings_its_own_defaults_which_a_file_or_an_override_may_ch
         ("evaluation.sampling.logit_bias={a: 1}", ["evaluation.sampling.logit_bias", "integer"]),
         ("evaluation.sampling.top_p=0", ["evaluation.sampling.top_p", "greater than 0"]),
         ("sampling.max_tokens=5000", ["sampling.max_tokens", "rollout.max_length = 1100"]),
+        (
+            "data.train={kind: jsonl, path: pyproject.toml, columns: {answer: null}}",
+            ["data.train.columns.answer is null", "reward number", "name the column"],
+        ),
         ("algorithm.name=ppo", ["algorithm.name", "'ppo'", "'grpo', 'dr_grpo'"]),
         ("algorithm.group_size=1", ["algorithm.group_size = 1", ">= 2", "reinforce_plus_plus"]),
         ("algorithm.clip_high=0.3", ["clip_high = 0.3", "no effect", "one epoch"]),

@@ -103,6 +103,12 @@ class Comparison:
                     f"{section}.enabled = false contradicts the arms, which switch it themselves; "
                     "remove it"
                 )
+        drafters = self.values.get("speculation", {}).get("drafters", ["learned"])
+        if "learned" not in drafters and set(_DRAFTING) & set(self.arms):
+            raise ConfigError(
+                f"speculation.drafters = {list(drafters)}: {', '.join(_DRAFTING)} need the learned "
+                "drafter; add it, or leave these arms out"
+            )
 
 
 def run(comparison: Comparison, say: Say) -> dict[str, Any]:

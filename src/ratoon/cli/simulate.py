@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ratoon.cli.options import AsJson, Page, whole_numbers
-from ratoon.cli.tables import plain_table
 
 _COLUMNS = (
     ("step s", "step_s", ",.1f"),

@@ -253,6 +253,7 @@ class RLConfig(Settings):
         if self.data.eval is None:
             forbid_without_effect("evaluation", self.evaluation, "data.eval is null")
         check_rewards(self.rewards, self.reward_runtime, self.sampling.max_tokens)
+        self._check_answers()
         if any(reward.kind == "reasoning_gym" for reward in self.rewards):
             require(
                 self.data.train.kind == "reasoning_gym",
@@ -260,3 +261,13 @@ class RLConfig(Settings):
                 f"{self.data.train.kind}",
             )
         return self
+
+    def _check_answers(self) -> None:
+        compares = [r.kind for r in self.rewards if r.kind in ("number", "math_verify", "choice")]
+        for split, source in (("train", self.data.train), ("eval", self.data.eval)):
+            columns = getattr(source, "columns", None)
+            require(
+                not compares or columns is None or columns.answer is not None,
+                f"data.{split}.columns.answer is null, but the reward {', '.join(compares)} "
+                "compares with an answer; name the column that holds it",
+            )

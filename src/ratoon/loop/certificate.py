@@ -197,7 +197,14 @@ class _Checker:
         self, split: Split, step: int, decoder: Decoder, model: InferenceModel, *, exact: bool
     ) -> StepCheck:
         claim = Claim(self._config, split, step, self._tokenizer)
-        rows = read_completions(self._folder.completions, split, step)[: self._limit]
+        rows = read_completions(self._folder.completions, split, step)
+        least = claim.least_responses
+        if len(rows) < least:
+            raise DataError(
+                f"{completions_path(self._folder.completions, split, step)} holds {len(rows)} "
+                f"responses, but the run drew at least {least}: the file was cut"
+            )
+        rows = rows[: self._limit]
         if not rows:
             path = completions_path(self._folder.completions, split, step)
             raise DataError(f"{path} holds no whole response: the file is damaged")

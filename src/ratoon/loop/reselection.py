@@ -93,6 +93,14 @@ class Claim:
             return evaluation_params(self.config)
         return SamplingParams(temperature=self.config.sampling.temperature)
 
+    @property
+    def least_responses(self) -> int:
+        """How many responses there are at least; evaluations may have had fewer prompts."""
+        algorithm = self.config.algorithm
+        if self.split == "eval":
+            return self.config.evaluation.samples
+        return algorithm.prompts_per_step * algorithm.group_size
+
     def reselect(
         self, model: InferenceModel, rows: Sequence[StoredCompletion], params: SamplingParams
     ) -> Iterator[tuple[int, Reselected]]:

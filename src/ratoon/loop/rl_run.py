@@ -226,8 +226,9 @@ def _make_drafter(run: RunContext, completions: Sequence[Completion]) -> None:
 
 def _save_products(run: RunContext, folder: RunFolder) -> None:
     """The trained model, and the drafter beside it."""
-    # A summary says which steps made the model that lies beside it.
+    # Both are of the model that lies beside them.
     folder.summary.unlink(missing_ok=True)
+    folder.certificate.unlink(missing_ok=True)
     for product in (folder.model, folder.adapter, folder.drafter):
         if product.exists():
             shutil.rmtree(product)
