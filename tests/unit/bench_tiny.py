@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ratoon.bench.recorded import Source
 from ratoon.models.decoder import DecoderConfig
 from ratoon.models.tiny import random_decoder
+from ratoon.offline.recorded import Source
 from ratoon.rollout.native.forward import InferenceModel
 
 VOCAB = 60
-MAX_LENGTH = 60
+MAX_TOKENS = 57
 
 
 def tiny_source(num_layers: int = 4) -> Source:
@@ -21,4 +21,4 @@ def tiny_source(num_layers: int = 4) -> Source:
     decoder = random_decoder(config, seed=0)
     model = InferenceModel(decoder, num_positions=512, dtype=torch.float32, taps=(1, 2, 3))
     prompts = [(row % VOCAB, 7, 3) for row in range(40)]
-    return Source(decoder, model, prompts, eos_ids=(), vocab_limit=VOCAB)
+    return Source(decoder, model, prompts, (), VOCAB, MAX_TOKENS)

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench_tiny import MAX_LENGTH, tiny_source
+from bench_tiny import tiny_source
 
 from ratoon.bench import recipes as study
-from ratoon.bench import recorded
+from ratoon.bench.corpus import Corpus
 from ratoon.bench.recipes import recipes, run
-from ratoon.bench.recorded import Corpus, Recipe, record, select_taps
 from ratoon.errors import ConfigError
+from ratoon.offline.recorded import record, select_taps
+from ratoon.offline.training import Recipe
 
 CORPUS = Corpus(responses=4, train_responses=8, steps=6)
 
@@ -20,7 +21,6 @@ CORPUS = Corpus(responses=4, train_responses=8, steps=6)
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a study says; it is of a tiny model and two recipes."""
-    monkeypatch.setattr(recorded, "MAX_LENGTH", MAX_LENGTH)
     monkeypatch.setattr(study, "open_source", lambda *args, **options: tiny_source())
 
     def few(num_layers: int, steps: int) -> dict[str, Recipe]:
@@ -62,10 +62,7 @@ def test_an_unknown_recipe_is_refused(said: list[str], tmp_path: Path) -> None:
     assert not said
 
 
-def test_states_of_some_layers_are_those_recorded_for_them_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(recorded, "MAX_LENGTH", MAX_LENGTH)
+def test_states_of_some_layers_are_those_recorded_for_them_alone() -> None:
     source = tiny_source()
     wide = record(source.with_taps((0, 1, 2, 3)), range(2), 1.0)
     narrow = record(source.with_taps((0, 2, 3)), range(2), 1.0)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from bench_tiny import MAX_LENGTH, VOCAB, tiny_source
+from bench_tiny import VOCAB, tiny_source
 
-from ratoon.bench import recorded
-from ratoon.bench.recorded import Recipe, Source, entropy, record, train
-from ratoon.bench.rejection import block_reach, token_reach
-from ratoon.bench.responses import CHILDREN, DEPTH, GreedyProposer, Responses, follow
 from ratoon.bench.trees import _rows, _sharing, _walks
 from ratoon.drafter.trainer import TrainerOptions
+from ratoon.offline.recorded import Source, entropy, record
+from ratoon.offline.rejection import block_reach, token_reach
+from ratoon.offline.responses import CHILDREN, DEPTH, GreedyProposer, Responses, follow
+from ratoon.offline.training import Recipe, train
 from ratoon.records import SamplingParams
 from ratoon.rollout.native.engine import Finished
 from ratoon.sampling.keyed_noise import row_keys, sequence_keys
@@ -32,13 +31,6 @@ STRATEGY = Strategy(depth=DEPTH, branching=CHILDREN, beam=CHILDREN, budget=12, m
 @pytest.fixture(scope="module")
 def source() -> Source:
     return tiny_source()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorded, "MAX_LENGTH", MAX_LENGTH)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +99,7 @@ def test_at_temperature_0_coupled_and_greedy_trees_are_one(
     ]
     assert counts[0].tokens.tolist() == counts[1].tokens.tolist()
     assert counts[0].steps.tolist() == counts[1].steps.tolist()
-    chain = replace(STRATEGY, branching=1, beam=1)
+    chain = replace(STRATEGY, branching=1, beam=1, min_chance=1e-12)
     as_tree = greedy.walk(greedy.tree_step(CoupledProposer, chain, Calibration()))
     as_chain = greedy.walk(greedy.greedy_chain_step())
     assert as_tree.steps.tolist() == as_chain.steps.tolist()

@@ -14,21 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ratoon.bench.recorded import (
-    Corpus,
-    Recipe,
-    Source,
-    entropy,
-    open_source,
-    record,
-    select_taps,
-    train,
-)
-from ratoon.bench.responses import DEPTH, Responses, wide_tree
+from ratoon.bench.corpus import Corpus, open_source
 from ratoon.drafter.model import default_taps
 from ratoon.errors import ConfigError
 from ratoon.observe.files import digest, write_atomically
 from ratoon.observe.provenance import provenance
+from ratoon.offline.recorded import Source, entropy, record, select_taps
+from ratoon.offline.responses import DEPTH, Responses, wide_tree
+from ratoon.offline.training import Recipe, train
 from ratoon.rollout.native.engine import Finished
 from ratoon.speculation.calibration import Calibration
 from ratoon.speculation.proposer import CoupledProposer

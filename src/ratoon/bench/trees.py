@@ -4,8 +4,9 @@ Coupled trees, greedy trees (ranked without the noise, as EAGLE-2 does), chains 
 sampling (token by token, and by block verification), and trees sampled without replacement with
 recursive rejection. All use the same drafter, the same recorded responses of the target, as many
 nodes to verify and as many levels to draft. Speculation is not run: with a recorded response at
-hand one can tell how far each way would have got from each position (see `rejection`), and steps
-are counted as the walk through the response takes them. Acceptance does not depend on the machine.
+hand one can tell how far each way would have got from each position (see `offline.rejection`), and
+steps are counted as the walk through the response takes them. Acceptance does not depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -17,21 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ratoon.bench.recorded import (
-    OPEN_TEXT,
-    TASK_PROMPTS,
-    Corpus,
-    Recipe,
-    entropy,
-    open_source,
-    record,
-    train,
-)
-from ratoon.bench.rejection import best_shape, block_reach, token_reach
-from ratoon.bench.responses import CHILDREN, DEPTH, Counts, GreedyProposer, Responses, wide_tree
+from ratoon.bench.corpus import OPEN_TEXT, TASK_PROMPTS, Corpus, open_source
 from ratoon.drafter.checkpoint import load_drafter, save_checkpoint
 from ratoon.errors import ConfigError
 from ratoon.observe.provenance import provenance
+from ratoon.offline.recorded import entropy, record
+from ratoon.offline.rejection import best_shape, block_reach, token_reach
+from ratoon.offline.responses import CHILDREN, DEPTH, Counts, GreedyProposer, Responses, wide_tree
+from ratoon.offline.training import Recipe, train
 from ratoon.speculation.calibration import Calibration
 from ratoon.speculation.proposer import CoupledProposer
 

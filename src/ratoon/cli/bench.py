@@ -170,7 +170,7 @@ def trees(
     as_json: AsJson = False,
 ) -> None:
     """Ways to draft with one drafter: tokens per verification, coupled trees against others."""
-    from ratoon.bench.recorded import Corpus
+    from ratoon.bench.corpus import Corpus
     from ratoon.bench.trees import run
 
     corpus = Corpus(text, responses, train_responses, steps)
@@ -191,8 +191,8 @@ def recipes(
     as_json: AsJson = False,
 ) -> None:
     """What makes a drafter good: each change of its recipe, by tokens per verification."""
+    from ratoon.bench.corpus import Corpus
     from ratoon.bench.recipes import run
-    from ratoon.bench.recorded import Corpus
 
     corpus = Corpus(text, responses, train_responses, steps)
     _show(lambda: run(model, results, corpus, names=only or (), say=_say), as_json)

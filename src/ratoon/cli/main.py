@@ -16,6 +16,7 @@ from ratoon.cli import (
     config,
     data,
     doctor,
+    drafter,
     explain,
     models,
     pretrain,
@@ -105,6 +106,7 @@ app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(data.app, name="data")
+app.add_typer(drafter.app, name="drafter")
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 

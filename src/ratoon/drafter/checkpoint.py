@@ -26,6 +26,7 @@ from ratoon.drafter.model import DrafterConfig, Eagle3Drafter
 from ratoon.drafter.trainer import DrafterTrainer, TrainerOptions
 from ratoon.errors import CheckpointError, ConfigError, StaleVersionError
 from ratoon.models.checksum import tensors_checksum
+from ratoon.models.decoder import DecoderConfig
 
 # Fields of DrafterConfig under the names that serving engines read; the rest is ours.
 _STANDARD_KEYS = {
@@ -188,6 +189,27 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         return DrafterConfig(**fields, taps=tuple(ours["taps"]), window=ours["window"])
     except (ConfigError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def check_target(config: DrafterConfig, target: DecoderConfig, folder: Path) -> None:
+    """Refuse the drafter in `folder` for a target of another shape. Raises: CheckpointError."""
+    needed = {
+        "target_hidden_size": target.hidden_size,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+    }
+    wrong = [
+        f"{name} {getattr(config, name)} instead of {value}"
+        for name, value in needed.items()
+        if getattr(config, name) != value
+    ]
+    if config.taps[-1] >= target.num_layers:
+        wrong.append(f"a tap at layer {config.taps[-1]} of {target.num_layers}")
+    if wrong:
+        raise CheckpointError(
+            f"{folder} holds a drafter of another model: {', '.join(wrong)}; give the model that "
+            "it was trained for"
+        )
 
 
 def _check_tensors(

@@ -11,7 +11,7 @@ from ratoon.config.rl import RLConfig
 from ratoon.loop.evaluation import evaluation_params
 from ratoon.loop.stored_weights import version_of
 from ratoon.models.tokenizer import Tokenizer
-from ratoon.observe.completions import Split, StoredCompletion
+from ratoon.observe.completions import Split, StoredCompletion, key_of
 from ratoon.records import DrawKey, SamplingParams, Stream
 from ratoon.rollout.native.forward import InferenceModel
 from ratoon.rollout.native.teacher_forcing import Known, Reselected, reselect
@@ -155,19 +155,6 @@ class Claim:
             found = watch.first_end(token_ids)
             ends += [found[0]] if found is not None else []
         return min(ends, default=None)
-
-
-def key_of(row: StoredCompletion) -> DrawKey:
-    """The key that a stored response names. Its stream must be one."""
-    return DrawKey(
-        seed=row.seed,
-        stream=Stream[row.stream.upper()],
-        round=row.round,
-        dataset=row.dataset,
-        row=row.row,
-        sample=row.sample,
-        attempt=row.attempt,
-    )
 
 
 def check_step(

@@ -13,7 +13,7 @@ from ratoon.config.rl import RLConfig
 from ratoon.config.sft import SFTConfig
 from ratoon.config.training import LoRA, Workers
 from ratoon.data.prompts import PromptStyle, load_prompts
-from ratoon.drafter.checkpoint import read_drafter_config
+from ratoon.drafter.checkpoint import check_target, read_drafter_config
 from ratoon.drafter.model import DrafterConfig
 from ratoon.errors import CapabilityError, CheckpointError, ConfigError
 from ratoon.loop.evaluation import evaluation_params
@@ -92,13 +92,15 @@ def check_sampling(config: RLConfig, tokenizer: Tokenizer) -> None:
 
 
 def check_drafter(config: RLConfig) -> None:
-    """Refuse a `drafter.path` that holds no drafter. Raises: CheckpointError."""
-    if config.drafter.path is None:
+    """Refuse a `drafter.path` that holds no drafter of the model. Raises: CheckpointError."""
+    path = config.drafter.path
+    if path is None:
         return
+    target = read_config(config.model.path)
     try:
-        read_drafter_config(config.drafter.path)
+        check_target(read_drafter_config(path), target, path)
     except CheckpointError as error:
-        raise CheckpointError(f"drafter.path = {config.drafter.path}: {error}") from None
+        raise CheckpointError(f"drafter.path = {path}: {error}") from None
 
 
 def check_adapters(lora: LoRA | None, model: Path) -> None:

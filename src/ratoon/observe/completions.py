@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ratoon.errors import DataError
 from ratoon.observe.files import read_lines, write_lines
-from ratoon.records import Completion, Prompt
+from ratoon.records import Completion, DrawKey, Prompt, Stream
 
 Split = Literal["train", "eval"]
 
@@ -73,6 +73,19 @@ def stored(
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         reward_parts=dict(reward_parts or {}),
+    )
+
+
+def key_of(row: StoredCompletion) -> DrawKey:
+    """The key that a stored response names. Its stream must be one."""
+    return DrawKey(
+        seed=row.seed,
+        stream=Stream[row.stream.upper()],
+        round=row.round,
+        dataset=row.dataset,
+        row=row.row,
+        sample=row.sample,
+        attempt=row.attempt,
     )
 
 

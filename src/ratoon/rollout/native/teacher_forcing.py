@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ _NEW = 1024
 _CHUNK = 128
 # Tokens selected at once: as many rows of the vocabulary are held several times.
 _SELECTED = 128
+
+
+class Text(Protocol):
+    """The tokens of a finished response."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt's."""
+        ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The response's."""
+        ...
 
 
 class Known(NamedTuple):
@@ -74,22 +88,37 @@ def reselect(
     Raises: NumericsError where logits are NaN.
     """
     selector = Selector(model.config.vocab_size, vocab_limit, model.embedding.device)
+    for index, _, hidden in known_states(model, responses):
+        response = responses[index]
+        drawn_from = hidden[len(response.prompt_ids) - 1 :]
+        yield index, _select(model, response, drawn_from, params, selector)
+
+
+@torch.inference_mode()
+def known_states(
+    model: InferenceModel, responses: Sequence[Text]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each response's index and its states; responses of a length together.
+
+    States are features `[T, num_taps * D]` and final states `[T, D]` of all tokens but the last,
+    the prompt's with them. Bounds of ids and lengths are those of `reselect`.
+    """
     order = sorted(range(len(responses)), key=lambda index: _length(responses[index]))
     while order:
         longest = _length(responses[order[-1]])
         count = max(1, min(_CACHED // longest, _NEW // _CHUNK))
         chosen, order = order[-count:], order[:-count]
         states = _states(model, [responses[index] for index in chosen])
-        for index, hidden in zip(chosen, states, strict=True):
-            yield index, _select(model, responses[index], hidden, params, selector)
+        for index, (features, hidden) in zip(chosen, states, strict=True):
+            yield index, features, hidden
 
 
-def _length(response: Known) -> int:
+def _length(response: Text) -> int:
     return len(response.prompt_ids) + len(response.token_ids)
 
 
-def _states(model: InferenceModel, responses: Sequence[Known]) -> list[Tensor]:
-    """Final states `[T, D]` of the positions that each response's tokens are drawn from."""
+def _states(model: InferenceModel, responses: Sequence[Text]) -> list[tuple[Tensor, Tensor]]:
+    """Features and final states of each response."""
     device = model.embedding.device
     # The last token is drawn, and nothing from it.
     texts = [[*r.prompt_ids, *r.token_ids][:-1] for r in responses]
@@ -97,23 +126,22 @@ def _states(model: InferenceModel, responses: Sequence[Known]) -> list[Tensor]:
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
     lengths = torch.tensor([len(text) for text in texts], device=device)
     cache = model.make_cache(len(texts), longest)
-    pieces: list[list[Tensor]] = [[] for _ in texts]
+    features: list[list[Tensor]] = [[] for _ in texts]
+    hidden: list[list[Tensor]] = [[] for _ in texts]
     for start in range(0, longest, _CHUNK):
         new = tokens[:, start : start + _CHUNK]
         present = (start + torch.arange(new.shape[1], device=device)) < lengths[:, None]
-        hidden = _forward(model, new, start, present, cache)
-        for piece, part in zip(pieces, hidden.split(present.sum(1).tolist()), strict=True):
-            piece.append(part)
-    return [
-        torch.cat(piece)[len(response.prompt_ids) - 1 :]
-        for piece, response in zip(pieces, responses, strict=True)
-    ]
+        found, counts = _forward(model, new, start, present, cache), present.sum(1).tolist()
+        for pieces, states in zip((hidden, features), found, strict=True):
+            for piece, part in zip(pieces, states.split(counts), strict=True):
+                piece.append(part)
+    return [(torch.cat(f), torch.cat(h)) for f, h in zip(features, hidden, strict=True)]
 
 
 def _forward(
     model: InferenceModel, new: Tensor, start: int, present: Tensor, cache: KVCache
-) -> Tensor:
-    """States `[R, D]` of the present ones of new tokens `[B, N]` behind `start` cached ones."""
+) -> tuple[Tensor, Tensor]:
+    """The model's `forward` of the present ones of new tokens `[B, N]` behind `start` cached."""
     num_rows, num_new = new.shape
     device = new.device
     positions = torch.arange(start, start + num_new, device=device).expand(num_rows, -1)
@@ -127,7 +155,7 @@ def _forward(
         model.dtype,
     )
     places = present.flatten().nonzero()[:, 0]
-    hidden, _ = model.forward(
+    return model.forward(
         new,
         positions,
         slots + positions,
@@ -135,7 +163,6 @@ def _forward(
         cache,
         present=places if len(places) < new.numel() else None,
     )
-    return hidden
 
 
 def _select(

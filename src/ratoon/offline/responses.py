@@ -9,16 +9,17 @@ Shape letters: B responses, n tokens of the longest, K drafted levels, Vd draft 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ratoon.bench.recorded import MAX_LENGTH, Source, all_ids
-from ratoon.bench.rejection import accepted_child, num_accepted
 from ratoon.drafter.learned import LearnedDrafter
 from ratoon.drafter.model import Eagle3Drafter
+from ratoon.offline.recorded import Source, all_ids
+from ratoon.offline.rejection import accepted_child, num_accepted
 from ratoon.rollout.native.engine import Finished
 from ratoon.sampling.keyed_noise import sequence_keys
 from ratoon.speculation import proposer as drafting
@@ -37,10 +38,15 @@ SHARPENING = 0.8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counts:
-    """Tokens and steps of each response."""
+    """Tokens and steps `[B]` of each response, and `[B, K]` how drafts fared at each depth.
+
+    A draft is `tried` at a depth where all before it were accepted and it is still of use.
+    """
 
     tokens: Tensor
     steps: Tensor
+    tried: Tensor
+    accepted: Tensor
 
     @property
     def mean(self) -> float:
@@ -65,6 +71,9 @@ class Responses:
         self._vocab_limit = source.vocab_limit
         ids = [all_ids(item) for item in finished]
         self._lengths = torch.tensor([len(row) for row in ids])
+        # Where a response ended by itself, more tokens were allowed than drafts are deep.
+        is_cut = torch.tensor([item.completion.finish == "length" for item in finished])
+        self._allowed = torch.where(is_cut, self._lengths, self._lengths + DEPTH + 1)
         longest = int(self._lengths.max()) + DEPTH + 1
         self._starts = torch.tensor([len(item.completion.prompt_ids) - 1 for item in finished])
         self._ids = torch.stack([F.pad(row, (0, longest - len(row))) for row in ids])
@@ -72,7 +81,7 @@ class Responses:
         self._learned = LearnedDrafter(
             drafter.config,
             num_rows=count,
-            num_positions=MAX_LENGTH + 2 * DEPTH,
+            num_positions=longest + DEPTH,
             num_tree_slots=CHILDREN * DEPTH,
             dtype=source.model.dtype,
         )
@@ -83,36 +92,30 @@ class Responses:
         self._features = torch.stack(
             [_padded(item.features, longest) for item in finished if item.features is not None]
         )
-        # Of the target at temperature T: probabilities of the draft vocabulary and of what was
-        # said, by the position that they are of.
-        self._p_draft = torch.zeros(count, longest, len(drafter.draft_ids))
-        self._p_said = torch.ones(count, longest)
-        if temperature > 0:
-            for row, item in enumerate(finished):
-                assert item.hidden is not None
-                logits = source.model.logits(item.hidden)[:, : source.vocab_limit].float()
-                p = (logits / temperature).softmax(-1)
-                self._p_draft[row, 1 : len(p) + 1] = p[:, drafter.draft_ids]
-                said = ids[row][1 : len(p) + 1]
-                self._p_said[row, 1 : len(p) + 1] = p.gather(1, said[:, None])[:, 0]
+        self._hidden = [item.hidden for item in finished if item.hidden is not None]
+        self._target_logits = source.model.logits
 
     @torch.inference_mode()
     def walk(self, step: Step) -> Counts:
         """Go through all responses; `step(at)` says how many drafts behind `at [B]` are accepted.
 
-        Positions with fewer tokens behind them than are drafted do not count.
+        A step yields the accepted drafts and one token more, as far as the response goes.
         """
         self._learned.load(self._drafter, self._embedding)
         at, seen = self._starts.clone(), torch.zeros_like(self._starts)
+        depths = torch.arange(1, DEPTH + 1)
         tokens, steps = torch.zeros_like(at), torch.zeros_like(at)
-        while True:
-            is_live = at + DEPTH + 1 < self._lengths
-            if not is_live.any():
-                return Counts(tokens, steps)
+        tried, accepted = torch.zeros(2, len(at), DEPTH, dtype=torch.int64)
+        while (left := self._lengths - 1 - at).any():
             self._observe(seen, at)
             seen = at.clone()
-            gained = torch.where(is_live, step(at) + 1, 0)
-            tokens, steps, at = tokens + gained, steps + is_live.long(), at + gained
+            useful = torch.minimum(left, self._depth_limits(at))
+            reached = torch.minimum(step(at), useful)
+            gained = torch.minimum(reached + 1, left)
+            tokens, steps, at = tokens + gained, steps + (left > 0), at + gained
+            tried += torch.minimum(reached + 1, useful)[:, None] >= depths
+            accepted += reached[:, None] >= depths
+        return Counts(tokens, steps, tried, accepted)
 
     def tree_step(
         self,
@@ -132,10 +135,13 @@ class Responses:
                 noise,
                 strategy,
                 vocab_size=self._vocab_limit,
+                depth_limits=self._depth_limits(at),
                 calibration=calibration,
             )
             verified = follow(tree, self._following(at, DEPTH + 1))
-            calibration.observe(tree, verified)
+            # What would have followed the end of a response is not known.
+            known = at + verified.counts < self._lengths
+            calibration.observe(replace(tree, valid=tree.valid & known[:, None]), verified)
             return verified.counts - 1
 
         return step
@@ -197,17 +203,44 @@ class Responses:
         node, accepted = torch.zeros_like(at), torch.zeros_like(at)
         walking = torch.arange(len(at))
         for level in range(DEPTH):
+            walking = walking[at[walking] + level + 1 < self._lengths[walking]]
+            if not len(walking):
+                break
             drafted = self._p_draft[walking, at[walking] + level + 1]
             p = torch.cat([drafted, (1 - drafted.sum(1, keepdim=True)).clamp_min(0)], dim=1)
             target = self._indices[said[walking, level]] % p.shape[1]
             child = accepted_child(p, q[walking, level], target, widths[node[walking]], generator)
             see(level, child)
             walking, child = walking[child >= 0], child[child >= 0]
-            if not len(walking):
-                break
             accepted[walking] += 1
             node[walking] = children[node[walking], child]
         return accepted
+
+    @cached_property
+    def _p_said(self) -> Tensor:
+        """The target's chances of what was said, by position `[B, n]`."""
+        found = torch.ones(self._ids.shape)
+        for row, hidden in enumerate(self._hidden):
+            said = self._ids[row, 1 : len(hidden) + 1]
+            found[row, 1 : len(hidden) + 1] = self._p(hidden).gather(1, said[:, None])[:, 0]
+        return found
+
+    @cached_property
+    def _p_draft(self) -> Tensor:
+        """The target's chances of the draft vocabulary, by position `[B, n, Vd]`."""
+        found = torch.zeros(*self._ids.shape, len(self._drafter.draft_ids))
+        for row, hidden in enumerate(self._hidden):
+            found[row, 1 : len(hidden) + 1] = self._p(hidden)[:, self._drafter.draft_ids]
+        return found
+
+    def _p(self, hidden: Tensor) -> Tensor:
+        """The target's chances `[T, V]` at its temperature."""
+        logits = self._target_logits(hidden)[:, : self._vocab_limit].float()
+        return (logits / self.temperature).softmax(-1)
+
+    def _depth_limits(self, at: Tensor) -> Tensor:
+        """The largest useful depth `[B]`: the last token that was allowed need not be drafted."""
+        return (self._allowed - 2 - at).clamp_min(0)
 
     def _following(self, at: Tensor, count: int) -> Tensor:
         """The next tokens `[B, count]` of the responses."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.bench.rejection import (
+from ratoon.offline.rejection import (
     accepted_child,
     best_shape,
     block_reach,

@@ -1,0 +1,1 @@
+"""Drafters trained and measured on recorded responses; nothing is decoded speculatively."""
