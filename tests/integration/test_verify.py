@@ -240,7 +240,7 @@ def test_what_cannot_be_checked_is_said(
     write_lines(path, rows)
     assert "missing values ['round']" in refused(run.path, "--step", "1")
     path.write_text('{"half a li')
-    assert "train_000001.jsonl holds no whole response" in refused(run.path, "--step", "1")
+    assert "train_000001.jsonl holds 0 responses" in refused(run.path, "--step", "1")
     run.summary.write_text("{")
     assert "summary.json: must hold a JSON object" in refused(run.path, "--step", "1")
     shutil.rmtree(run.checkpoints)
