@@ -162,6 +162,16 @@ def test_how_rewards_are_computed_may_change_on_resume(tmp_path: Path) -> None:
         RunFolder.resume(folder.path, config_yaml=after.replace("seed: 1", "seed: 2"))
 
 
+def test_how_long_workers_may_be_silent_may_change_on_resume_and_their_number_not(
+    tmp_path: Path,
+) -> None:
+    before = "steps: 2\nworkers:\n  count: 2\n  timeout_s: 300.0\n"
+    folder = RunFolder.create(tmp_path / "run", config_yaml=before, provenance={}, free_bytes=0)
+    assert RunFolder.resume(folder.path, config_yaml=before.replace("300", "900")) == folder
+    with pytest.raises(ConfigError, match=r"`workers.count` is 3 but was 2.*`workers.timeout_s`"):
+        RunFolder.resume(folder.path, config_yaml=before.replace("count: 2", "count: 3"))
+
+
 def test_a_change_anywhere_in_the_package_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

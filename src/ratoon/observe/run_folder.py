@@ -19,7 +19,12 @@ DEFAULT_FREE_BYTES = 500_000_000
 # Size of a timeline without spans.
 _EMPTY_BYTES = 4
 # What may change when a run is resumed: a section counts with all its keys.
-_MAY_CHANGE = {"steps": "`steps` may grow", "reward_runtime": "`reward_runtime` may change"}
+_MAY_CHANGE = {
+    "steps": "`steps` may grow",
+    "reward_runtime": "`reward_runtime` may change",
+    "workers.timeout_s": "`workers.timeout_s` may change",
+    "workers.max_restarts": "`workers.max_restarts` may change",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,9 @@ class RunFolder:
     def resume(cls, path: Path, *, config_yaml: str) -> RunFolder:
         """Open the folder of an earlier run to go on with it, perhaps for more `steps`.
 
-        How rewards are computed (`reward_runtime`) may change too: a run that a failing reward has
-        ended needs that. Nothing is written yet: another process may be at work there. Who
-        has the right to write calls `settle`.
+        How rewards are computed (`reward_runtime`), and how long and how often workers may be lost,
+        may change too: a run that was ended by these needs that. Nothing is written yet: another
+        process may be at work there. Who has the right to write calls `settle`.
 
         Raises:
             ConfigError: there is no run, it was made with another configuration, or has done all
@@ -88,7 +93,8 @@ class RunFolder:
         before, values = _settings(folder.config), yaml.safe_load(config_yaml)
         changed = _changed_keys(before, values)
         if changed:
-            free = [words for key, words in _MAY_CHANGE.items() if key in values]
+            known = dict(_flat("", values)).keys() | values.keys()
+            free = [words for key, words in _MAY_CHANGE.items() if key in known]
             raise ConfigError(
                 f"{'; '.join(changed)} in {folder.config}; a run is resumed with the settings it "
                 f"began with, only {' and '.join(free)}"
@@ -300,7 +306,7 @@ def _changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [
         f"`{key}` is {new.get(key)!r} but was {old.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key.partition(".")[0] not in _MAY_CHANGE
+        if old.get(key) != new.get(key) and not {key, key.partition(".")[0]} & _MAY_CHANGE.keys()
     ]
 
 
