@@ -57,6 +57,9 @@ class Workers:
             self._version = cast(int, arguments["version"])
         return [EngineStats(), EngineStats()]
 
+    def call_some(self, indices: Sequence[int], method: str, **arguments: object) -> None:
+        """What each alone knows is not this one's business."""
+
     def call(self, index: int, method: str, **arguments: object) -> None:
         """Saving and loading are not this one's business."""
 
