@@ -64,19 +64,19 @@ TINY_SFT: dict[str, Any] = {
     "checkpoint": {"every": 1000},
 }
 TINY_RL: dict[str, Any] = {
-    "steps": 24,
+    "steps": 32,
     "data": {
         "train": TINY_TASK | {"size": 1000, "seed": 2},
-        "eval": TINY_TASK | {"size": 128, "seed": 3},
+        "eval": TINY_TASK | {"size": 256, "seed": 3},
         "chat_template": False,
     },
     "rewards": [{"kind": "number"}],
     "sampling": {"max_tokens": 128},
     "algorithm": {"prompts_per_step": 16, "group_size": 8},
-    "optimizer": {"lr": 1.5e-4},
+    "optimizer": {"lr": 4e-5},
     "rollout": {"max_length": 192, "max_batch": 32},
     "drafter": {"window": 64},
-    "evaluation": {"prompts": 128},
+    "evaluation": {"prompts": 256},
     "checkpoint": {"every": 1000},
     "replay_last_step": True,
 }
