@@ -148,9 +148,9 @@ class LocalWorkers:
     def receive(self, timeout_s: float | None = None) -> list[tuple[int, object]]:
         """Messages that have arrived, with their worker; waits for the first."""
         living = [index for index in range(len(self)) if index not in self._lost]
-        handles = {self._connections[index]: index for index in living}
-        sentinels = {self._processes[index].sentinel: index for index in living}
-        ready = self._wait([*handles, *sentinels], timeout_s)
+        connections = [self._connections[index] for index in living]
+        sentinels = [self._processes[index].sentinel for index in living]
+        ready = self._wait([*connections, *sentinels], timeout_s)
         messages = []
         for index in living:
             if self._connections[index] in ready:
@@ -222,10 +222,10 @@ class LocalWorkers:
         return [answers[index] for index in indices]
 
     def _answer(self, index: int, method: str) -> Any:
+        self._wait([self._connections[index]])
         return _value(self._receive(index), method)
 
     def _receive(self, index: int) -> object:
-        self._wait([self._connections[index]])
         try:
             message = self._connections[index].recv()
         except (EOFError, ConnectionResetError):

@@ -167,10 +167,10 @@ class Rollout:
         """
         start = self._last_response_s = self._clock.now()
         while True:
-            missing = [[r for r in group if r.key not in self._finished] for group in groups]
+            missing = [tuple(r for r in group if r.key not in self._finished) for group in groups]
             try:
                 stats, predicted = self._draw(
-                    [tuple(group) for group in missing if group],
+                    [group for group in missing if group],
                     speculate=speculate,
                     collect=collect,
                     spot_training=spot_training,

@@ -184,7 +184,9 @@ class TrainerCore:
             for parameter, master in zip(
                 self.compute.parameters(), self.decoder.parameters(), strict=True
             ):
-                parameter.copy_(master)
+                # What is frozen is still as it was copied at the start.
+                if parameter.requires_grad:
+                    parameter.copy_(master)
 
 
 def _is_embedding(name: str) -> bool:
